@@ -1,0 +1,111 @@
+"""Public FP8 attention: validation, autocast, autograd.
+
+What is saved for the backward, per token and head at head_dim D with the default recipe: 3·D bytes
+of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, 4 bytes of lse, and the op's own output
+(which the model keeps anyway, no copy). The high-precision inputs are not kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_deltamatch.ops.attention_args import autocast_dtype, split_cu_seqlens, validate
+from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
+from hf_deltamatch.ops.backend import choose
+from hf_deltamatch.recipes import AttentionRecipe
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Saves and forwards; the work is in the custom ops."""
+
+    @staticmethod
+    def forward(
+        ctx, q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, quantize,
+        recipe, backend,
+    ):  # fmt: skip
+        options = (mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap)
+        o, lse, q8, qd, k8, kd, v8, vd = attention_fwd(q, k, v, *options, recipe, backend)
+        qkv = (q8, k8, v8) if quantize else (q, k, v)
+        ctx.save_for_backward(o, lse, *qkv, qd, kd, vd, mask, sinks, cu_q, cu_k)
+        ctx.options = (is_causal, window, softmax_scale, softcap, recipe, backend)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dlse):
+        o, lse, q, k, v, qd, kd, vd, mask, sinks, cu_q, cu_k = ctx.saved_tensors
+        dq, dk, dv, dsinks, _ = attention_bwd(
+            do, dlse, o, lse, q, qd, k, kd, v, vd, mask, sinks, cu_q, cu_k, *ctx.options
+        )
+        dsinks = dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None
+        return dq, dk, dv, None, dsinks, *(None,) * 9
+
+
+def delta_matching_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    recipe: str | AttentionRecipe = "delta_matching",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention with FP8 operands in all seven products and a matched row correction δ.
+
+    Layout ``BHTD`` in and out, like ``F.scaled_dot_product_attention``; the output is stored as
+    ``BTHD``, so that ``o.transpose(1, 2)`` is contiguous.
+
+    Args:
+        q: ``[B, Hq, Tq, D]``, FP32, BF16 or FP16 (FP64 too with ``quantize=False``). Any strides.
+        k: ``[B, Hkv, Tk, D]``; ``Hq`` is a multiple of ``Hkv`` (GQA, MQA), nothing is repeated.
+        v: ``[B, Hkv, Tk, Dv]``.
+        is_causal: query i sees keys up to ``i + Tk − Tq``: aligned *bottom-right*, unlike SDPA's
+            flag, so that it is right with a cache.
+        window: with ``is_causal``, the newest ``window`` keys, the query's own included.
+        mask: boolean, broadcastable to ``[B, Hq, Tq, Tk]``, True = attend (and-ed with the rest);
+            or the compact int32 mask ``[B, 3, 1, Tk]`` with rows key position (−1 = hidden),
+            window, query offset, which carries causality itself.
+        softmax_scale: temperature of the logits; default ``D ** -0.5``.
+        softcap: logits become ``softcap · tanh(S / softcap)``.
+        sinks: ``[Hq]``, a learned logit per head that takes probability and has no value.
+        cu_seqlens: int32 offsets of packed sequences ``[n + 1]`` (or a pair for q and k), B = 1.
+            Causality and window hold within a sequence.
+        recipe: a name or an :class:`AttentionRecipe`.
+        return_lse: also return ``lse``.
+        backend: ``None`` (by device) or ``"reference"``.
+
+    Returns:
+        ``o [B, Hq, Tq, Dv]`` in the dtype of q; with ``return_lse`` also ``lse [B, Hq, Tq]``, FP32,
+        natural logarithm, −inf where a query sees no key (its output and gradients are 0).
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, with what was given and what is allowed.
+        NotImplementedError: no kernel for the device; nothing falls back by itself.
+
+    >>> q, k, v = (torch.randn(1, h, 128, 64, requires_grad=True) for h in (8, 2, 2))
+    >>> delta_matching_attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 8, 128, 64])
+    """
+    recipe = AttentionRecipe.resolve(recipe)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    cu_q, cu_k = split_cu_seqlens(cu_seqlens)
+    validate(q, k, v, is_causal, window, mask, softcap, sinks, cu_q, cu_k, recipe)
+    chosen = choose("attention", q.device, backend)
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    o, lse = AttentionFunction.apply(
+        q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale),
+        None if softcap is None else float(softcap), recipe.quantize, recipe.encoded, chosen,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o

@@ -1,0 +1,170 @@
+"""Validation of attention arguments. Every message: what, what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_deltamatch.recipes import AttentionRecipe
+
+_FN = "delta_matching_attention"
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Dtype to compute in under autocast, as SDPA does; None outside of it and for FP64."""
+    kind = x.device.type
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def split_cu_seqlens(
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
+        return cu_seqlens, cu_seqlens
+    if (
+        isinstance(cu_seqlens, (tuple, list))
+        and len(cu_seqlens) == 2
+        and all(isinstance(c, Tensor) for c in cu_seqlens)
+    ):
+        return cu_seqlens[0], cu_seqlens[1]
+    raise TypeError(
+        f"{_FN}: `cu_seqlens` is a {type(cu_seqlens).__name__}; it must be one int32 tensor [n + 1] "
+        "or a pair of them for q and k."
+    )
+
+
+def validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    recipe: AttentionRecipe,
+) -> None:
+    """Raises on the first argument that does not fit."""
+    _validate_qkv(q, k, v, recipe)
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
+            raise ValueError(
+                f"{_FN}: `window` is {window!r}; it must be a positive int (it counts the query "
+                "itself) or None."
+            )
+        if not is_causal:
+            raise ValueError(
+                f"{_FN}: `window` is {window} with is_causal=False; a window reaches back from the "
+                "query. Pass is_causal=True, or a boolean mask for other patterns."
+            )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{_FN}: `softcap` is {softcap!r}; it must be positive, or None for none.")
+    if mask is not None:
+        _validate_mask(mask, q, k, is_causal)
+    if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_floating_point()):
+        raise ValueError(
+            f"{_FN}: `sinks` is {sinks.dtype} {tuple(sinks.shape)}; it must be floating point with "
+            f"one logit per query head, ({q.shape[1]},)."
+        )
+    if cu_q is not None:
+        _validate_cu_seqlens(q, k, cu_q, cu_k)
+    leaks = is_causal or mask is not None
+    if recipe.quantize and recipe.block == "128xD" and recipe.descale == "fp32" and leaks:
+        raise ValueError(
+            f"{_FN}: recipe {recipe.name!r} has FP32 descales of 128-token tiles with a causal or "
+            "masked attention; a later token would change the rounding of earlier ones. Use "
+            "descale='pow2', or block='1xD' for FP32 descales."
+        )
+
+
+def _validate_qkv(q: Tensor, k: Tensor, v: Tensor, recipe: AttentionRecipe) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{_FN}: `{name}` is {given}; it must be [B, H, T, D] (layout BHTD).")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{_FN}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast "
+            "them, or run under torch.autocast."
+        )
+    allowed = [torch.float32, torch.bfloat16, torch.float16]
+    if not recipe.quantize:
+        allowed.append(torch.float64)
+    if q.dtype not in allowed:
+        raise ValueError(
+            f"{_FN}: q, k, v are {q.dtype}; recipe {recipe.name!r} takes "
+            f"{', '.join(str(d) for d in allowed)}."
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"{_FN}: q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device."
+        )
+    B, Hq, _, D = q.shape
+    if k.shape[0] != B or v.shape[0] != B or k.shape[1:3] != v.shape[1:3] or k.shape[3] != D:
+        raise ValueError(
+            f"{_FN}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; q is "
+            "[B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]."
+        )
+    if k.shape[1] == 0 or Hq % k.shape[1]:
+        raise ValueError(
+            f"{_FN}: {Hq} query heads over {k.shape[1]} key heads; Hq must be a multiple of Hkv."
+        )
+    if D == 0 or v.shape[3] == 0:
+        raise ValueError(f"{_FN}: head_dim is {D} and {v.shape[3]} for v; both must be positive.")
+
+
+def _validate_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
+    B, Hq, Tq, _ = q.shape
+    Tk = k.shape[2]
+    if mask.device != q.device:
+        raise ValueError(f"{_FN}: `mask` is on {mask.device}, q on {q.device}; move it there.")
+    if mask.dtype == torch.int32:
+        if mask.shape not in ((B, 3, 1, Tk), (1, 3, 1, Tk)):
+            raise ValueError(
+                f"{_FN}: the compact int32 `mask` is {tuple(mask.shape)}; it must be "
+                f"[B, 3, 1, Tk] = {(B, 3, 1, Tk)}."
+            )
+        if is_causal:
+            raise ValueError(
+                f"{_FN}: is_causal=True together with the compact int32 `mask`, which carries "
+                "causality and window itself. Leave is_causal and window at their defaults."
+            )
+        return
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"{_FN}: `mask` is {mask.dtype}; it must be boolean (True = attend) or the compact "
+            "int32 [B, 3, 1, Tk]. An additive bias is not supported; for a mask of 0 and −inf pass "
+            "`mask == 0`."
+        )
+    wanted = (B, Hq, Tq, Tk)
+    fits = mask.dim() <= 4 and all(
+        m in (1, w) for m, w in zip(reversed(mask.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{_FN}: `mask` is {tuple(mask.shape)}; it must broadcast to [B, Hq, Tq, Tk] = {wanted}."
+        )
+
+
+def _validate_cu_seqlens(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, cu in (("q", cu_q), ("k", cu_k)):
+        if cu.dtype not in (torch.int32, torch.int64) or cu.dim() != 1 or cu.numel() < 2:
+            raise ValueError(
+                f"{_FN}: `cu_seqlens` of {name} is {cu.dtype} {tuple(cu.shape)}; it must be int32 "
+                "[n + 1], rising from 0 to the number of tokens."
+            )
+    if cu_q.numel() != cu_k.numel():
+        raise ValueError(
+            f"{_FN}: `cu_seqlens` names {cu_q.numel() - 1} sequences for q and "
+            f"{cu_k.numel() - 1} for k; the numbers must agree."
+        )
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"{_FN}: `cu_seqlens` with batch {q.shape[0]}; packed sequences lie in one row, B = 1."
+        )

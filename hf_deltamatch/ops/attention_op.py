@@ -1,0 +1,127 @@
+"""The attention custom ops: schema, fake implementation, choice of backend.
+
+Opaque to ``torch.compile`` and blind to autograd; :mod:`hf_deltamatch.ops.attention` adds both
+validation and the autograd formula. Annotations are evaluated here (the schema is inferred from
+them), so this file has no ``from __future__ import annotations``.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_deltamatch import reference
+from hf_deltamatch.ops import observe
+from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.attention import AttentionForward, empty_saved
+
+_NAMESPACE = "hf_deltamatch"
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    softmax_scale: float,
+    softcap: float | None,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns ``o, lse, q_fp8, q_descale, k_fp8, k_descale, v_fp8, v_descale``: the fields of
+    :class:`hf_deltamatch.reference.AttentionForward`."""
+    assert backend == "reference", backend
+    observe.CALLS["attention_fwd"] += 1
+    with torch.autocast(q.device.type, enabled=False):
+        return tuple(
+            reference.attention_fwd(
+                q,
+                k,
+                v,
+                mask=mask,
+                sinks=sinks,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                is_causal=is_causal,
+                window=window,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                recipe=AttentionRecipe.decode(recipe),
+            )
+        )
+
+
+@attention_fwd.register_fake
+def _(
+    q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap,
+    recipe, backend,
+):  # fmt: skip
+    B, H, T, _ = q.shape
+    o = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+    stat = torch.float64 if q.dtype == torch.float64 else torch.float32
+    saved = empty_saved(q, k, v, mask, cu_seqlens_q, AttentionRecipe.decode(recipe))
+    return o, q.new_empty(B, H, T, dtype=stat), *(t for which in "qkv" for t in saved[which])
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_bwd", mutates_args=())
+def attention_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    q_descale: Tensor,
+    k: Tensor,
+    k_descale: Tensor,
+    v: Tensor,
+    v_descale: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    softmax_scale: float,
+    softcap: float | None,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns ``dq, dk, dv, dsinks, delta``. ``q, k, v`` are the FP8 payloads of the forward, or the
+    inputs themselves for a recipe with ``quantize=False``."""
+    assert backend == "reference", backend
+    observe.CALLS["attention_bwd"] += 1
+    decoded = AttentionRecipe.decode(recipe)
+    collector = observe.DsCollector()
+    with torch.autocast(do.device.type, enabled=False):
+        grads = reference.attention_bwd(
+            do,
+            dlse,
+            AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale),
+            None if decoded.quantize else (q, k, v),
+            mask=mask,
+            sinks=sinks,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            is_causal=is_causal,
+            window=window,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            recipe=decoded,
+            ds_hook=collector.hook,
+        )
+    collector.finish()
+    return tuple(grads)
+
+
+@attention_bwd.register_fake
+def _(
+    do, dlse, o, lse, q, q_descale, k, k_descale, v, v_descale, mask, sinks, cu_seqlens_q,
+    cu_seqlens_k, is_causal, window, softmax_scale, softcap, recipe, backend,
+):  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape, dtype=do.dtype) for x in (q, k, v))
+    n_sinks = 0 if sinks is None else q.shape[1]
+    return dq, dk, dv, lse.new_empty(n_sinks), torch.empty_like(lse)

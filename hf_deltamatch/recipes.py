@@ -1,0 +1,288 @@
+"""Named, frozen recipes: what is quantised, how, and which δ the backward uses.
+
+A recipe prints itself as its equations. ``from_name`` takes a known name and field overrides;
+``resolve`` (used by every ``recipe=`` argument) takes a name or a recipe object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from hf_deltamatch import formats
+from hf_deltamatch.formats import Block
+
+R = TypeVar("R", bound="_Recipe")
+
+
+def _check_choice(owner: str, field: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(
+            f"{owner}: `{field}` is {value!r}; allowed values are "
+            f"{', '.join(repr(a) for a in allowed)}."
+        )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    NAMES: ClassVar[dict[str, dict]] = {}
+    KIND: ClassVar[str] = ""
+
+    @classmethod
+    def from_name(cls: type[R], name: str, **overrides) -> R:
+        """The recipe called ``name``, with single fields overridden.
+
+        Raises:
+            ValueError: unknown name (the message lists the known ones) or unknown value.
+            TypeError: unknown field.
+        """
+        if name not in cls.NAMES:
+            raise ValueError(
+                f"Unknown {cls.KIND} recipe {name!r}. Known names: {', '.join(sorted(cls.NAMES))}."
+            )
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(overrides) - set(known))
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__} has no field {', '.join(unknown)}; fields are {', '.join(known)}."
+            )
+        return cls(**{**cls.NAMES[name], **overrides})
+
+    @classmethod
+    def resolve(cls: type[R], recipe: str | R | dict) -> R:
+        """Accepts a recipe object, a name, or the dict that :meth:`to_dict` wrote."""
+        if isinstance(recipe, cls):
+            return recipe
+        if isinstance(recipe, str):
+            # A look-up, not a construction: torch.compile traces through here.
+            named = _NAMED[cls.KIND].get(recipe)
+            return cls.from_name(recipe) if named is None else named
+        if isinstance(recipe, dict):
+            return cls.from_dict(recipe)
+        raise TypeError(
+            f"A {cls.KIND} recipe is a name ({', '.join(sorted(cls.NAMES))}), a {cls.__name__} or "
+            f"its dict; got {type(recipe).__name__}."
+        )
+
+    def to_dict(self) -> dict:
+        """All fields, resolved, as JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[R], fields: dict) -> R:
+        """Inverse of :meth:`to_dict`. An unknown field raises: it would change the numerics."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}: unknown field {', '.join(unknown)}; this version knows "
+                f"{', '.join(sorted(known))}. The recipe may come from a newer hf_deltamatch."
+            )
+        return cls(**fields)
+
+    def __post_init__(self) -> None:
+        self._validate()
+        object.__setattr__(self, "encoded", json.dumps(self.to_dict(), sort_keys=True))
+
+    def _validate(self) -> None:
+        raise NotImplementedError
+
+    encoded: ClassVar[str]
+    """Canonical text form, the recipe argument of the custom ops; set per instance."""
+
+    @classmethod
+    @functools.cache
+    def decode(cls: type[R], text: str) -> R:
+        """Inverse of ``encoded``."""
+        return cls.from_dict(json.loads(text))
+
+    @property
+    def name(self) -> str:
+        """The known name of these fields, with the fields that differ from it."""
+        mine = self.to_dict()
+        best: tuple[str, dict] | None = None
+        for name, fields in self.NAMES.items():
+            named = type(self)(**fields).to_dict()
+            diff = {k: v for k, v in mine.items() if named[k] != v}
+            if best is None or len(diff) < len(best[1]):
+                best = (name, diff)
+        name, diff = best
+        if not diff:
+            return name
+        return f"{name}({', '.join(f'{k}={v!r}' for k, v in sorted(diff.items()))})"
+
+
+@dataclass(frozen=True)
+class AttentionRecipe(_Recipe):
+    """How the seven products of attention are quantised.
+
+    >>> AttentionRecipe.from_name("delta_matching", block="1xD").name
+    "delta_matching(block='1xD')"
+    """
+
+    block: str = "128xD"
+    """Elements of Q, K, V, dO that share a descale: ``128xD`` (128 tokens), ``1xD`` (one token,
+    strictly causal) or ``mx`` (32 elements along the contraction, E8M0)."""
+
+    descale: str = "pow2"
+    """``pow2`` (exact to fold) or ``fp32``. ``fp32`` needs ``1xD``, or ``128xD`` without a causal
+    mask: a tile descale would leak later tokens into earlier ones."""
+
+    delta: str = "matched"
+    """``matched``: Σ P∘dP̂ / Σ P from the backward's own operands. ``stale``: rowsum(dO∘O) with
+    BF16 O. ``dequantized``: rowsum(dÔ∘O)."""
+
+    do_format: str = "e4m3"
+    """Format of dO: ``e4m3`` or ``e5m2``."""
+
+    project_row_sum: bool = False
+    """Remove from dQ what the rounding of dS leaks along the mean key."""
+
+    deterministic: bool = True
+    """No atomics. ``False`` allows faster reductions where a kernel has them."""
+
+    quantize: bool = True
+    """``False``: the same code in high precision (also FP64, for gradcheck)."""
+
+    KIND: ClassVar[str] = "attention"
+    NAMES: ClassVar[dict[str, dict]] = {
+        "delta_matching": {},
+        "stale_delta": {"delta": "stale"},
+        "dequantized_delta": {"delta": "dequantized"},
+        "bf16": {"quantize": False},
+    }
+
+    def _validate(self) -> None:
+        own = type(self).__name__
+        _check_choice(own, "block", self.block, tuple(formats.ATTENTION_BLOCKS))
+        _check_choice(own, "descale", self.descale, ("pow2", "fp32"))
+        _check_choice(own, "delta", self.delta, ("matched", "stale", "dequantized"))
+        _check_choice(own, "do_format", self.do_format, tuple(formats.FORMATS))
+        for field in ("project_row_sum", "deterministic", "quantize"):
+            _check_choice(own, field, getattr(self, field), (True, False))
+        if self.block == "mx" and self.descale != "pow2":
+            raise ValueError(
+                f"{own}: `descale` is {self.descale!r} with block 'mx'; E8M0 descales are powers of "
+                "two. Use descale='pow2', or block='1xD' for FP32 descales."
+            )
+
+    def __str__(self) -> str:
+        if not self.quantize:
+            return f"{self.name}: all seven products in high precision (BF16 or FP32 operands)"
+        op = f"E4M3[{self.block}, {self.descale}]"
+        dop = f"{formats.FORMATS[self.do_format]}[{self.block}, {self.descale}]"
+        if self.block == "mx":
+            fwd_p = row = col = "E4M3[1x32 along the contraction, E8M0]"
+            tok = "E4M3[32 tokens, E8M0, re-encoded]"
+            dtok = f"{formats.FORMATS[self.do_format]}[32 tokens, E8M0, re-encoded]"
+        else:
+            fwd_p = "E4M3[2^8 after the running max]"
+            row = "E4M3[query row x key tile, pow2]"
+            col = "E4M3[key x query tile, pow2]"
+            tok, dtok = op, dop
+        delta = {
+            "matched": "δ = Σ_j P·dP / (Σ_j P + P_sink)      FP32, the operands of 3 and 4",
+            "stale": "δ = rowsum(dO ∘ O)                   stale: O in BF16, dO unquantised",
+            "dequantized": "δ = rowsum(dÔ ∘ O)                   half matched: dO as in 4, O stale",
+        }[self.delta]
+        lines = [
+            f"{self.name}",
+            f"  1 fwd  S  = Q Kᵀ    Q {op}, K {op}",
+            f"  2 fwd  O  = P V     P {fwd_p}, V {tok}",
+            "  3 bwd  S  = Q Kᵀ    as 1, the same payloads",
+            f"  4 bwd  dP = dO Vᵀ   dO {dop}, V {op}",
+            f"    bwd  {delta}",
+            "    bwd  dS = P ∘ (dP − δ)                    FP32",
+            f"  5 bwd  dV = Pᵀ dO   P {col}, dO {dtok}",
+            f"  6 bwd  dQ = dS K    dS {row}, K {tok}",
+            f"  7 bwd  dK = dSᵀ Q   dS {col}, Q {tok}",
+        ]
+        if self.project_row_sum:
+            lines.append("    bwd  dQ −= (rowsum(dŜ) − rowsum(dS)) · mean key")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LinearRecipe(_Recipe):
+    """How the three GEMMs of a linear layer are quantised.
+
+    >>> print(LinearRecipe.from_name("blockwise").name)
+    blockwise
+    """
+
+    scaling: str = "blockwise"
+    """``blockwise``: x and grad_output 1x128 along the contraction, weight 128x128. ``rowwise``:
+    one descale per row of each operand along the contraction. ``mx``: 1x32, E8M0."""
+
+    descale: str = "fp32"
+    """``fp32`` or ``pow2``; ``mx`` is always ``pow2``."""
+
+    grad_format: str = "e4m3"
+    """Format of grad_output: ``e4m3`` or ``e5m2``."""
+
+    KIND: ClassVar[str] = "linear"
+    NAMES: ClassVar[dict[str, dict]] = {
+        "blockwise": {},
+        "rowwise": {"scaling": "rowwise"},
+        "mx": {"scaling": "mx", "descale": "pow2"},
+    }
+
+    def _validate(self) -> None:
+        own = type(self).__name__
+        _check_choice(own, "scaling", self.scaling, ("blockwise", "rowwise", "mx"))
+        _check_choice(own, "descale", self.descale, ("pow2", "fp32"))
+        _check_choice(own, "grad_format", self.grad_format, tuple(formats.FORMATS))
+        if self.scaling == "mx" and self.descale != "pow2":
+            raise ValueError(
+                f"{own}: `descale` is {self.descale!r} with scaling 'mx'; E8M0 descales are powers "
+                "of two. Use descale='pow2'."
+            )
+
+    @property
+    def row_block(self) -> Block:
+        """Block of x and grad_output ``[tokens, features]`` where features are contracted."""
+        return {
+            "blockwise": formats.BLOCKWISE_1X128,
+            "rowwise": formats.ROWWISE,
+            "mx": formats.MX_1X32,
+        }[self.scaling]
+
+    @property
+    def token_block(self) -> Block:
+        """Block of x and grad_output ``[tokens, features]`` where tokens are contracted."""
+        return {
+            "blockwise": formats.BLOCKWISE_128X1,
+            "rowwise": formats.COLUMNWISE,
+            "mx": formats.MX_TOKENS,
+        }[self.scaling]
+
+    @property
+    def weight_blocks(self) -> tuple[Block, Block]:
+        """Blocks of weight ``[out, in]`` for output (in contracted) and grad_input (out contracted)."""
+        return {
+            "blockwise": (formats.BLOCKWISE_128X128, formats.BLOCKWISE_128X128),
+            "rowwise": (formats.ROWWISE, formats.COLUMNWISE),
+            "mx": (formats.MX_1X32, formats.MX_TOKENS),
+        }[self.scaling]
+
+    def __str__(self) -> str:
+        grad = formats.FORMATS[self.grad_format]
+        w_out, w_in = self.weight_blocks
+        return "\n".join(
+            [
+                f"{self.name} ({self.descale} descales)",
+                f"  1 fwd  output      = x Wᵀ     x E4M3[{self.row_block}], W E4M3[{w_out}]",
+                f"  2 bwd  grad_input  = dy W     dy {grad}[{self.row_block}], W E4M3[{w_in}]",
+                f"  3 bwd  grad_weight = dyᵀ x    dy {grad}[{self.token_block}], "
+                f"x E4M3[{self.token_block}]",
+            ]
+        )
+
+
+_NAMED: dict[str, dict[str, _Recipe]] = {
+    cls.KIND: {name: cls.from_name(name) for name in cls.NAMES}
+    for cls in (AttentionRecipe, LinearRecipe)
+}

@@ -1,0 +1,253 @@
+r"""FP8 attention, backward: five products, and the row correction δ that has to match them.
+
+.. math::
+    P = e^{S - lse}, \quad dP = \widehat{dO}\, \hat V^T, \quad dS = P \circ (dP - \delta)
+
+    dV = \hat P^T \widehat{dO}, \quad dQ = \widehat{dS}\, \hat K, \quad dK = \widehat{dS}^T \hat Q
+
+The softmax gradient has zero row sums: Σ_j dS_ij = 0. It holds when
+
+.. math::  \delta_i = \sum_j P_{ij}\, dP_{ij} \Big/ \Big(\sum_j P_{ij} + P_{sink,i}\Big)
+
+is taken from the *same* unquantised P and the *same* dP (``matched``). FlashAttention's
+rowsum(dO ∘ O) is equal only in exact arithmetic (``stale``): with e_i = δ_matched − δ_stale it adds
+e_i · P_i to dS_i and so e_i · Σ_j P_ij K_j, a mean key, to dQ_i.
+
+A gradient of lse adds P ∘ dlse to dS, which is the same as subtracting dlse from δ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_deltamatch.formats import TOKENS_PER_TILE
+from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.attention import (
+    AttentionForward,
+    Segment,
+    blocks,
+    key_width,
+    keys_of,
+    reload,
+    rows_of,
+    segments,
+    token_rules,
+    visibility,
+)
+from hf_deltamatch.reference.operands import (
+    Operand,
+    as_operand,
+    has_tile_descales,
+    plain_operand,
+    quantize_operand,
+)
+from hf_deltamatch.reference.softmax import (
+    LOG2E,
+    cast_backward,
+    contract_features,
+    logits,
+    masked,
+)
+from hf_deltamatch.reference.visibility import Visibility
+
+DsHook = Callable[[Tensor, Tensor | None], None]
+
+
+class AttentionBackward(NamedTuple):
+    """``dq, dk, dv`` in the dtype of the output; ``dsinks [Hq]`` FP32 (empty without sinks);
+    ``delta [B, Hq, Tq]`` FP32, the δ of the recipe."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+    delta: Tensor
+
+
+class _Block(NamedTuple):
+    """Everything a block of query rows needs; query-side ``[b, h, G, r, …]``."""
+
+    q: Operand
+    do: Operand
+    k: Operand
+    v: Operand
+    visible: Tensor | None
+    lse: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    do_hp: Tensor
+    sink2: Tensor | None
+
+
+def attention_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    fwd: AttentionForward,
+    qkv: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    softmax_scale: float,
+    softcap: float | None,
+    recipe: AttentionRecipe,
+    block_n: int = TOKENS_PER_TILE,
+    block_m: int = TOKENS_PER_TILE,
+    ds_hook: DsHook | None = None,
+) -> AttentionBackward:
+    """Reference backward.
+
+    Args:
+        do: ``[B, Hq, Tq, Dv]``, any strides.
+        dlse: gradient of lse ``[B, Hq, Tq]`` or None.
+        fwd: what the forward returned.
+        qkv: the inputs, only without quantisation.
+        block_n: keys that share a descale of dS in product 6 (the dQ kernel's key tile).
+        block_m: query rows that share a descale of P and dS in products 5 and 7 (the dK/dV
+            kernel's query tile); divides 128.
+        ds_hook: called with every block of FP32 dS ``[b, h, G, r, n]``, before its cast and before
+            the soft cap's derivative, and with the sink's column ``[b, h, G, r]`` or None.
+    """
+    q, k, v = qkv if qkv is not None else (fwd.q_fp8, fwd.k_fp8, fwd.v_fp8)
+    acc = torch.float64 if do.dtype == torch.float64 else torch.float32
+    dq = torch.zeros(q.shape, dtype=acc, device=q.device)
+    dk = torch.zeros(k.shape, dtype=acc, device=q.device)
+    dv = torch.zeros(v.shape, dtype=acc, device=q.device)
+    dsinks = torch.zeros(0 if sinks is None else q.shape[1], dtype=acc, device=q.device)
+    delta = torch.zeros(q.shape[:3], dtype=acc, device=q.device)
+    tiles = has_tile_descales(recipe, mask)
+    for seg in segments(q.shape[2], k.shape[2], cu_seqlens_q, cu_seqlens_k):
+        vis = visibility(q, k, seg, mask, is_causal, window)
+        rules = {which: token_rules(which, vis) for which in ("q", "k", "v", "do")}
+        do_seg = do[:, :, seg.q]
+        if recipe.quantize:
+            q_op = reload(fwd.q_fp8, fwd.q_descale, seg.q, seg.q_slot, recipe, tiles)
+            k_op = reload(fwd.k_fp8, fwd.k_descale, seg.k, seg.k_slot, recipe, tiles)
+            v_op = reload(fwd.v_fp8, fwd.v_descale, seg.k, seg.k_slot, recipe, tiles)
+            do_fp8 = quantize_operand(do_seg, "do", recipe, **rules["do"])
+            do_op = as_operand(do_fp8, recipe, tiles=tiles)
+        else:
+            q_op, do_op = (plain_operand(x, rules["q"]["hidden"]) for x in (q[:, :, seg.q], do_seg))
+            k_op, v_op = (plain_operand(x[:, :, seg.k], rules["k"]["hidden"]) for x in (k, v))
+        _backward_segment(
+            seg, vis, q_op, k_op, v_op, do_op, do, dlse, fwd, sinks, (dq, dk, dv, dsinks, delta),
+            softmax_scale, softcap, recipe, block_n, block_m, ds_hook,
+        )  # fmt: skip
+    return AttentionBackward(dq.to(do.dtype), dk.to(do.dtype), dv.to(do.dtype), dsinks, delta)
+
+
+def _backward_segment(
+    seg: Segment, vis: Visibility, q: Operand, k: Operand, v: Operand, do: Operand, do_hp: Tensor,
+    dlse, fwd: AttentionForward, sinks, grads, softmax_scale: float, softcap, recipe, block_n: int,
+    block_m: int, ds_hook,
+) -> None:  # fmt: skip
+    dq, dk, dv, dsinks, delta = grads
+    G, width = vis.groups, key_width(vis.Tk, recipe, block_n)
+    mean_key = _mean_key(k, vis) if recipe.project_row_sum else None
+    for b, h, start, stop in blocks(vis.B, vis.Hkv, G, vis.Tq, width, dq.device):
+        rows = slice(seg.q.start + start, seg.q.start + stop)
+        heads = slice(h.start * G, h.stop * G)
+
+        def cut(t: Tensor | None, b=b, heads=heads, rows=rows) -> Tensor | None:
+            return None if t is None else t[b, heads, rows].unflatten(1, (-1, G))
+
+        block = _Block(
+            q=rows_of(q, b, h, G, start, stop),
+            do=rows_of(do, b, h, G, start, stop),
+            k=keys_of(k, b, h, width),
+            v=keys_of(v, b, h, width),
+            visible=vis.rows(b, h, start, stop, width),
+            lse=cut(fwd.lse),
+            dlse=cut(dlse),
+            out=cut(fwd.o),
+            do_hp=cut(do_hp),
+            sink2=None if sinks is None else (sinks.to(dq.dtype) * LOG2E).view(-1, G, 1)[h],
+        )
+        p, ds, ds_sink, delta_b, tanh = _softmax_gradient(block, softmax_scale, softcap, recipe)
+        if ds_hook is not None:
+            ds_hook(ds[..., : vis.Tk], ds_sink)
+        if tanh is not None:
+            ds = ds * (1 - tanh * tanh)
+        ds_row = cast_backward(ds, block.k, recipe, block_n, -1)
+        ds_col = cast_backward(ds, block.q, recipe, block_m, -2)
+        p_col = cast_backward(p, block.do, recipe, block_m, -2)
+        dq_b = torch.matmul(ds_row.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
+        if mean_key is not None:
+            rounded = ds_row
+            if block.k.fold is not None:
+                rounded = rounded / block.k.fold[:, :, None, None, :]
+            leak = rounded.sum(-1, keepdim=True) - ds.sum(-1, keepdim=True)
+            dq_b = dq_b - leak * mean_key[b, h][:, :, None, None]
+        dk_b = torch.matmul(ds_col.flatten(2, 3).transpose(-1, -2), block.q.tok.flatten(2, 3))
+        dv_b = torch.matmul(p_col.flatten(2, 3).transpose(-1, -2), block.do.tok.flatten(2, 3))
+        if block.do.poison is not None:
+            dv_b = torch.where(_keys_seen_by(block), torch.nan, dv_b)
+        dq[b, heads, rows] = (dq_b * softmax_scale).flatten(1, 2)
+        keys = slice(seg.k.start, seg.k.start + vis.Tk)
+        dk[b, h, keys] += dk_b[:, :, : vis.Tk] * softmax_scale
+        dv[b, h, keys] += dv_b[:, :, : vis.Tk]
+        delta[b, heads, rows] = delta_b.flatten(1, 2)
+        if ds_sink is not None:
+            dsinks[heads] += ds_sink.sum((0, 3)).flatten()
+
+
+def _softmax_gradient(
+    x: _Block, softmax_scale: float, softcap: float | None, recipe: AttentionRecipe
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """P, dS, dS of the sink's column, δ and the soft cap's tanh of one block."""
+    s2, tanh = logits(x.q, x.k, softmax_scale, softcap)
+    alive = x.lse != -torch.inf
+    lse2 = torch.where(alive, x.lse, 0.0) * LOG2E
+    p = masked(torch.exp2(s2 - lse2[..., None]), x.visible, 0.0)
+    p = torch.where(alive[..., None], p, 0.0)
+    dp = masked(contract_features(x.do.feat, x.do.row, x.v.feat, x.v.row), x.visible, 0.0)
+    p_sink = None
+    if x.sink2 is not None:
+        p_sink = torch.where(alive, torch.exp2(x.sink2 - lse2), 0.0)
+    delta = _delta(x, p, dp, p_sink, recipe)
+    shifted = delta if x.dlse is None else delta - x.dlse
+    # A row that sees nothing has no gradient, whatever its dO holds.
+    delta, shifted = (torch.where(alive, d, 0.0) for d in (delta, shifted))
+    ds = masked(p * (dp - shifted[..., None]), x.visible, 0.0)
+    ds = torch.where(alive[..., None], ds, 0.0)
+    return p, ds, None if p_sink is None else -p_sink * shifted, delta, tanh
+
+
+def _delta(
+    x: _Block, p: Tensor, dp: Tensor, p_sink: Tensor | None, recipe: AttentionRecipe
+) -> Tensor:
+    if recipe.delta == "matched":
+        total = p.sum(-1)
+        if p_sink is not None:
+            total = total + p_sink
+        return (p * dp).sum(-1) / torch.where(total == 0, 1.0, total)
+    out, do = x.out, x.do_hp
+    if recipe.quantize:
+        out = out.to(torch.bfloat16)
+        if recipe.delta == "dequantized":
+            do = x.do.feat if x.do.row is None else x.do.feat * x.do.row[..., None]
+    return (do.to(p.dtype) * out.to(p.dtype)).sum(-1)
+
+
+def _keys_seen_by(x: _Block) -> Tensor:
+    """Keys that a query with a NaN dO sees: ``[b, h, n, 1 or D]`` bool."""
+    n = x.k.feat.shape[2]
+    like = x.do.poison.new_ones(*x.do.poison.shape[:4], n, dtype=torch.float32)
+    seen = (like if x.visible is None else x.visible.expand_as(like).float()).flatten(2, 3)
+    return torch.matmul(seen.transpose(-1, -2), x.do.poison.flatten(2, 3).float()) > 0
+
+
+def _mean_key(k: Operand, vis: Visibility) -> Tensor:
+    """Mean of the dequantised keys that are visible to any query: ``[B, Hkv, D]``."""
+    keys = k.tok if k.fold is None else k.tok * k.fold[..., None]
+    if vis.key_hidden is None:
+        return keys.sum(2) / max(vis.Tk, 1)
+    count = (~vis.key_hidden).sum(-1).clamp_min(1)[..., None]
+    return keys.sum(2) / count  # hidden keys are zero
