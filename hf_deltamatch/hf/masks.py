@@ -1,0 +1,134 @@
+"""The mask function that goes with the attention function.
+
+Transformers drops every mask of an attention implementation that has no mask function of the same
+name, without a word; so both are registered together. Three answers:
+
+* ``None``: plain causal, nothing hidden; the attention function applies causality itself;
+* the compact int32 mask ``[B, 3, 1, Tk]`` (key position or −1, window, query offset): padding,
+  static caches, sliding windows, without a ``Tq x Tk`` tensor. It has four dimensions because only
+  those survive the second pass that ``generate`` makes over prepared masks;
+* a boolean mask ``[B, 1, Tq, Tk]`` for everything else (packing, chunks, overlays, bidirectional).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+NO_WINDOW = 2**31 - 1
+
+# Models with other layer types index or concatenate the 4-D mask themselves.
+_COMPACT_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "mamba"}
+
+
+def fp8_delta_matching_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config=None,
+    **kwargs,
+) -> Tensor | None:
+    """Called by ``transformers.masking_utils``, by keyword; see the module docstring."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    plain = mask_function is causal_mask_function
+    windowed = local_size is not None and local_size != chunk
+    known = set(getattr(config, "layer_types", None) or ()) <= _COMPACT_LAYER_TYPES
+    simple = (allow_is_causal_skip or q_length == 1) and not use_vmap and known
+    if not (simple and (plain or windowed)):
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
+        )
+    shown = _shown(attention_mask, kv_length, kv_offset)
+    everything = kv_length == q_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
+    if plain and everything and allow_is_causal_skip and _all(shown):
+        return None
+    return compact_mask(
+        batch_size, kv_length, q_offset, kv_offset, local_size if windowed else None, shown, device
+    )
+
+
+def _shown(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """``[B, Tk]`` bool of keys that are not padding; keys beyond the 2-D mask are hidden."""
+    if attention_mask is None:
+        return None
+    missing = kv_offset + kv_length - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+
+
+def _all(shown: Tensor | None) -> bool:
+    # Reading the values would break a compiled graph, where the compact mask is right as well.
+    return shown is None or (not is_tracing(shown) and bool(shown.all()))
+
+
+def compact_mask(
+    batch_size: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    window: int | None,
+    shown: Tensor | None,
+    device: torch.device | str,
+) -> Tensor:
+    """int32 ``[B, 3, 1, Tk]``: key position (−1 = hidden), window, query offset."""
+    position = torch.arange(kv_length, device=device, dtype=torch.int32) + kv_offset
+    position = position.expand(batch_size, kv_length)
+    if shown is not None:
+        position = torch.where(shown, position, -1)
+    rows = torch.full(
+        (batch_size, kv_length), window or NO_WINDOW, device=device, dtype=torch.int32
+    )
+    if isinstance(q_offset, Tensor):
+        offset = q_offset.to(device=device, dtype=torch.int32).expand(batch_size, kv_length)
+    else:
+        offset = torch.full_like(rows, q_offset)
+    return torch.stack((position.to(torch.int32), rows, offset), 1)[:, :, None]
+
+
+def as_boolean(mask: Tensor) -> Tensor:
+    """A custom additive mask of zeros and very negative values as a boolean one (True = attend).
+
+    Raises:
+        ValueError: values in between are a bias, which the op does not implement.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    attend = mask == 0
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    if not is_tracing(mask) and not bool((attend | hidden).all()):
+        raise ValueError(
+            f"fp8_delta_matching: the additive `attention_mask` {tuple(mask.shape)} holds values "
+            "other than 0 and the most negative number: a bias on the logits, which is not "
+            "implemented. Pass a boolean or 2-D mask, or load this model with "
+            'attn_implementation="sdpa".'
+        )
+    if is_tracing(mask):
+        raise ValueError(
+            "fp8_delta_matching: an additive `attention_mask` cannot be checked under "
+            "torch.compile. Pass a boolean mask (True = attend) or the 2-D padding mask."
+        )
+    return attend
