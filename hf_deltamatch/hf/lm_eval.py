@@ -1,0 +1,139 @@
+"""lm-eval model ``hf-deltamatch``: stock ``HFLM`` with FP8 attention and linears, and provenance.
+
+``hf-deltamatch eval --model_args pretrained=PATH --tasks …`` takes lm-eval's own options. Extra
+``model_args``:
+
+* ``attention``: recipe name, ``auto`` (what the checkpoint says, else ``delta_matching``) or
+  ``none``;
+* ``linear``: recipe name, ``auto`` (what the checkpoint says, else ``blockwise``) or ``none``;
+* ``fp8_backend``: ``reference`` for the slow path on a GPU without a kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from hf_deltamatch.environment import environment
+from hf_deltamatch.hf.attention import ATTN_IMPLEMENTATION
+from hf_deltamatch.hf.check import check_model
+from hf_deltamatch.hf.linear import swap_linears, unswap_linears
+from hf_deltamatch.hf.modules import attention_modules, set_attention_recipe
+from hf_deltamatch.hf.quantizer import DeltaMatchConfig
+from hf_deltamatch.ops.observe import CALLS
+
+_DEFAULTS = {"attention": "delta_matching", "linear": "blockwise"}
+
+
+@register_model("hf-deltamatch")
+class DeltaMatchLM(HFLM):
+    """``HFLM`` that loads a model with FP8 attention and linears and reports what really ran.
+
+    A model object may be passed as ``pretrained``; it is then evaluated as it is.
+    """
+
+    def __init__(
+        self,
+        pretrained,
+        *,
+        attention: str | None = "auto",
+        linear: str | None = "auto",
+        fp8_backend: str | None = None,
+        **kwargs,
+    ) -> None:
+        self._wanted = {"attention": attention, "linear": linear}
+        self._fp8_backend = fp8_backend
+        self._calls_before = Counter(CALLS)
+        if not isinstance(pretrained, str) and {attention, linear} != {"auto"}:
+            raise ValueError(
+                "hf-deltamatch: `attention` and `linear` choose how a checkpoint is loaded; a model "
+                "object is evaluated as it is. Use set_attention_recipe and swap_linears on it."
+            )
+        super().__init__(pretrained, **kwargs)
+
+    def _create_model(self, *args, quantization_config=None, **kwargs) -> None:
+        saved = isinstance(quantization_config, DeltaMatchConfig)
+        if quantization_config is not None and not saved:
+            raise ValueError(
+                f"hf-deltamatch: the checkpoint is quantised with "
+                f"{type(quantization_config).__name__}; FP8 arithmetic needs high-precision "
+                "weights. Evaluate it with lm-eval's own `hf` model, or dequantise it first."
+            )
+        wanted = {
+            what: None if name in (None, "none") else (_DEFAULTS[what] if name == "auto" else name)
+            for what, name in self._wanted.items()
+        }
+        if not saved and any(wanted.values()):
+            quantization_config = DeltaMatchConfig(**wanted, backend=self._fp8_backend)
+        super()._create_model(*args, quantization_config=quantization_config, **kwargs)
+        if saved:
+            self._override_saved(quantization_config)
+
+    def _override_saved(self, saved: DeltaMatchConfig) -> None:
+        """The checkpoint's own config wins in Transformers; apply what was asked for on top."""
+        attention, linear = self._wanted["attention"], self._wanted["linear"]
+        if attention in (None, "none"):
+            self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        elif attention != "auto":
+            self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
+            set_attention_recipe(self.model, attention, backend=self._fp8_backend)
+        elif saved.attention is not None and self._fp8_backend is not None:
+            set_attention_recipe(self.model, backend=self._fp8_backend)
+        if linear in (None, "none"):
+            unswap_linears(self.model)
+        elif linear != "auto" or (saved.linear is not None and self._fp8_backend is not None):
+            swap_linears(
+                self.model,
+                saved.linear if linear == "auto" else linear,
+                modules_to_not_convert=saved.modules_to_not_convert,
+                backend=self._fp8_backend,
+            )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """lm-eval's own facts, and under ``deltamatch`` what really ran."""
+        return {**super().get_model_info(), "deltamatch": self.provenance()}
+
+    def provenance(self) -> dict[str, Any]:
+        """Recipes by number of modules, executed op calls, versions, device, hash of the weights."""
+        attention: dict[str, int] = {}
+        linears = 0
+        if _is_ours(self.model):
+            found = check_model(self.model)
+            attention = dict(Counter(r.name for r in found.attention.values()))
+            linears = len(found.linears)
+        linear_recipes = Counter(
+            m.fp8_recipe.name for m in self.model.modules() if hasattr(m, "fp8_recipe")
+        )
+        return {
+            "attention": attention,
+            "attention_modules": len(attention_modules(self.model)),
+            "linear": dict(linear_recipes),
+            "fp8_linears": linears,
+            "calls": dict(CALLS - self._calls_before),
+            "weights_sha256": _weights_sha256(self.pretrained),
+            "environment": environment(),
+        }
+
+
+def _is_ours(model) -> bool:
+    return getattr(model.config, "_attn_implementation", None) == ATTN_IMPLEMENTATION or any(
+        hasattr(m, "fp8_recipe") for m in model.modules()
+    )
+
+
+def _weights_sha256(pretrained) -> str | None:
+    """SHA-256 over the safetensors files of a local checkpoint, in the order of their names."""
+    if not isinstance(pretrained, (str, Path)) or not Path(pretrained).is_dir():
+        return None
+    digest = hashlib.sha256()
+    files = sorted(Path(pretrained).glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as f:
+            while chunk := f.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest() if files else None
