@@ -19,7 +19,8 @@ R = TypeVar("R", bound="_Recipe")
 
 
 def _check_choice(owner: str, field: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
+    # `1 in (True, False)` holds, and 1 would be encoded differently from True.
+    if value not in allowed or type(value) is not type(allowed[0]):
         raise ValueError(
             f"{owner}: `{field}` is {value!r}; allowed values are "
             f"{', '.join(repr(a) for a in allowed)}."

@@ -20,9 +20,11 @@ ALLOWED = {
     "ops": {"formats", "recipes", "testing", "reference", "kernels"},
     "numerics": {"formats", "recipes", "testing", "reference"},
     "diagnostics": {"formats", "recipes", "testing", "reference", "ops"},
-    "hf": {"formats", "recipes", "testing", "ops", "diagnostics"},
-    "cli": {"formats", "recipes", "ops", "hf", "diagnostics", "numerics"},
+    "environment": set(),
+    "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
+    "cli": {"recipes", "ops", "hf", "diagnostics", "numerics", "environment"},
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
+    "__main__": {"cli"},
 }
 # Third-party packages and the only layers that may import them.
 ONLY_IN = {

@@ -22,6 +22,8 @@ class Choice(NamedTuple):
 def explain(op: str, device: torch.device | str, backend: str | None = None) -> Choice:
     """What ``op`` would run on ``device`` if asked for ``backend``."""
     device = torch.device(device)
+    if backend is not None and backend not in BACKENDS:
+        return Choice(None, f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend is not None:
         return Choice(backend, "asked for by name")
     if device.type in ("cpu", "meta"):

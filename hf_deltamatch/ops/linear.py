@@ -80,8 +80,7 @@ class LinearFunction(torch.autograd.Function):
     """Saves and forwards; ``x [tokens, in]``."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, recipe, backend):
-        save_input = ctx.needs_input_grad[1]
+    def forward(ctx, x, weight, bias, save_input, recipe, backend):
         output, x_fp8, x_descale = linear_fwd(x, weight, bias, save_input, recipe, backend)
         ctx.save_for_backward(weight, x_fp8, x_descale)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -99,7 +98,7 @@ class LinearFunction(torch.autograd.Function):
             dw = linear_bwd_weight(dy, x_fp8, x_descale, weight.dtype, *ctx.options)
         if ctx.needs_input_grad[2]:
             db = dy.float().sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def fp8_linear(
@@ -131,15 +130,19 @@ def fp8_linear(
         x = x.to(autocast)
     _validate(x, weight, bias, autocast is not None)
     chosen = choose("linear", x.device, backend)
-    output = LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, bias, recipe.encoded, chosen)
+    # Asked here: inside the Function gradients are always off.
+    save_input = torch.is_grad_enabled() and weight.requires_grad
+    output = LinearFunction.apply(
+        x.reshape(-1, x.shape[-1]), weight, bias, save_input, recipe.encoded, chosen
+    )
     return output.view(*x.shape[:-1], weight.shape[0])
 
 
 def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or 0 in weight.shape:
         raise ValueError(
             f"fp8_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; x is "
-            "[..., in] and weight [out, in]."
+            "[..., in] and weight [out, in], both at least 1."
         )
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     if x.dtype not in allowed or weight.dtype not in allowed:
@@ -152,9 +155,15 @@ def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) ->
             f"fp8_linear: x is {x.dtype}, weight {weight.dtype}; cast one of them, or run under "
             "torch.autocast."
         )
-    if bias is not None and bias.shape != (weight.shape[0],):
+    if bias is not None and (bias.shape != (weight.shape[0],) or bias.dtype not in allowed):
         raise ValueError(
-            f"fp8_linear: bias {tuple(bias.shape)}; it must be [out] = ({weight.shape[0]},)."
+            f"fp8_linear: bias is {bias.dtype} {tuple(bias.shape)}; it must be floating point [out] "
+            f"= ({weight.shape[0]},)."
+        )
+    if bias is not None and bias.device != weight.device:
+        raise ValueError(
+            f"fp8_linear: bias is on {bias.device}, weight on {weight.device}; move them to one "
+            "device."
         )
     if x.device != weight.device:
         raise ValueError(

@@ -30,8 +30,8 @@ from hf_deltamatch.reference.quantize import Quantized
 from hf_deltamatch.reference.softmax import LN2, LOG2E, cast_p_forward, logits, masked
 from hf_deltamatch.reference.visibility import Visibility
 
-_SCORES_PER_BLOCK = {"cpu": 2**20, "other": 2**26}
-"""Scores held at once: near the cache on a CPU, a quarter of a gigabyte per tensor elsewhere."""
+_SCORES_PER_BLOCK = {"cpu": 2**19, "other": 2**26}
+"""Scores held at once: in the cache on a CPU, a quarter of a gigabyte per tensor elsewhere."""
 
 
 class AttentionForward(NamedTuple):

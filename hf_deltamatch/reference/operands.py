@@ -135,7 +135,7 @@ def as_operand(
         tiles: the descale is ``[B, H, ceil(T/128)]`` (:func:`has_tile_descales`).
         tokens: ``False`` leaves out what only products over tokens need (``tok`` is then ``feat``).
     """
-    payload = q.payload.float()
+    payload = qz.decode(q.payload)
     if recipe.block == "mx":
         feat = qz.dequantize(q.payload, q.descale, ATTENTION_BLOCKS["mx"])
         if not tokens:

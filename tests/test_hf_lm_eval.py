@@ -1,0 +1,169 @@
+"""lm-eval model ``hf-deltamatch``: loads, evaluates, and says what really ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_models import build
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+import hf_deltamatch
+from hf_deltamatch.testing import rel_rms
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from hf_deltamatch import AttentionRecipe  # noqa: E402
+from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "import os\nprint(os.sep)\n", "x = 1\n" * 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    build("llama", vocab_size=259).save_pretrained(folder)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("task") / "mc.jsonl"
+    rows = [
+        {"question": t[:12], "choices": [t[12:18], "zzzzzz", "????"], "answer": i % 3}
+        for i, t in enumerate(TEXTS * 3)
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return {
+        "task": "tiny_mc",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+        "metadata": {"version": 1.0},
+    }
+
+
+def evaluate(lm, task: dict) -> dict:
+    return lm_eval.simple_evaluate(
+        model=lm,
+        tasks=[dict(task)],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+
+
+def scores(out: dict) -> torch.Tensor:
+    samples = sorted(out["samples"]["tiny_mc"], key=lambda s: s["doc_id"])
+    return torch.tensor([[float(r[0]) for r in s["filtered_resps"]] for s in samples])
+
+
+def load(checkpoint, **kwargs) -> DeltaMatchLM:
+    return DeltaMatchLM(str(checkpoint), device="cpu", dtype="float32", **kwargs)
+
+
+def test_provenance_counts_what_ran(checkpoint, task) -> None:
+    lm = load(checkpoint, batch_size=4)
+    out = evaluate(lm, task)
+    found = out["config"]["deltamatch"]
+    assert found["attention"] == {"delta_matching": 2} and found["attention_modules"] == 2
+    assert found["linear"] == {"blockwise": 14} and found["fp8_linears"] == 14
+    assert found["calls"]["attention_fwd"] > 0
+    assert found["calls"]["linear_fwd"] == 7 * found["calls"]["attention_fwd"]
+    assert found["environment"]["packages"]["lm-eval"]
+    assert len(found["weights_sha256"]) == 64
+
+
+def test_recipes_are_arguments(checkpoint) -> None:
+    lm = load(checkpoint, attention="stale_delta", linear="rowwise")
+    found = lm.provenance()
+    assert found["attention"] == {"stale_delta": 2} and found["linear"] == {"rowwise": 14}
+
+
+def test_none_is_the_plain_model(checkpoint, task) -> None:
+    lm = load(checkpoint, attention="none", linear="none", batch_size=4)
+    assert lm.provenance()["fp8_linears"] == 0 and lm.provenance()["calls"] == {}
+    stock = HFLM(str(checkpoint), device="cpu", dtype="float32", batch_size=4)
+    assert torch.equal(scores(evaluate(lm, task)), scores(evaluate(stock, task)))
+
+
+def test_batch_size_changes_only_rounding(checkpoint, task) -> None:
+    one = scores(evaluate(load(checkpoint, batch_size=1), task))
+    many = scores(evaluate(load(checkpoint, batch_size=5), task))
+    # lm-eval pads on the right without a mask; real rows see no padding. Quantised along tokens
+    # are only gradients, so what is left is the order of FP32 sums in batched products.
+    assert rel_rms(many, one) < 1e-5
+
+
+@pytest.mark.parametrize("save_config", [False, True])
+def test_saved_config_is_restored_and_overridden(tmp_path, task, save_config) -> None:
+    model = build("llama", vocab_size=259)
+    if save_config:
+        hf_deltamatch.DeltaMatchConfig("dequantized_delta", "rowwise").apply_to(model)
+    model.save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    found = load(tmp_path).provenance()
+    wanted = ("dequantized_delta", "rowwise") if save_config else ("delta_matching", "blockwise")
+    assert (found["attention"], found["linear"]) == ({wanted[0]: 2}, {wanted[1]: 14})
+    over = load(tmp_path, attention="stale_delta", linear="none").provenance()
+    assert (over["attention"], over["linear"]) == ({"stale_delta": 2}, {})
+
+
+def test_generate_until_is_the_same_in_a_padded_batch(checkpoint) -> None:
+    contexts = ["def f(x):", "import numpy as np\nx = np.zeros(3)\n"]
+    options = {"until": ["\n\n\n"], "max_gen_toks": 6, "do_sample": False}
+
+    def answers(batch_size: int) -> list[str]:
+        requests = [
+            Instance("generate_until", {}, (c, dict(options)), i) for i, c in enumerate(contexts)
+        ]
+        # Strictly causal and per token, so that left padding moves no tile.
+        lm = load(checkpoint, batch_size=batch_size)
+        hf_deltamatch.set_attention_recipe(lm.model, AttentionRecipe(block="1xD"))
+        return lm.generate_until(requests)
+
+    together = answers(2)
+    assert together == answers(1) and all(together)
+
+
+def test_model_object_refuses_load_options(checkpoint) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="model object is evaluated as it is"):
+        DeltaMatchLM(model, tokenizer=ByT5Tokenizer(extra_ids=0), attention="stale_delta")
+
+
+def test_foreign_quantisation_is_refused(checkpoint) -> None:
+    lm = DeltaMatchLM.__new__(DeltaMatchLM)
+    lm._wanted = {"attention": "auto", "linear": "auto"}
+    with pytest.raises(ValueError, match="high-precision"):
+        lm._create_model(pretrained=str(checkpoint), quantization_config=object())
+
+
+def test_command_takes_lm_evals_options(checkpoint, task, tmp_path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(json.dumps(task))  # JSON is YAML
+    command = [sys.executable, "-m", "hf_deltamatch", "eval", "--tasks", "tiny_mc"]
+    command += ["--include_path", str(folder), "--device", "cpu", "--batch_size", "4"]
+    command += ["--model_args", f"pretrained={checkpoint},dtype=float32,linear=none"]
+    command += ["--output_path", str(tmp_path / "out"), "--limit", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    saved = json.loads(results.read_text())
+    assert saved["config"]["model"] == "hf-deltamatch"
+    assert saved["config"]["deltamatch"]["attention"] == {"delta_matching": 2}
+    assert saved["config"]["deltamatch"]["calls"]["attention_fwd"] > 0
