@@ -126,7 +126,10 @@ class AttentionRecipe(_Recipe):
 
     block: str = "128xD"
     """Elements of Q, K, V, dO that share a descale: ``128xD`` (128 tokens), ``1xD`` (one token,
-    strictly causal) or ``mx`` (32 elements along the contraction, E8M0)."""
+    strictly causal) or ``mx`` (32 elements along the contraction, E8M0). What other tokens may
+    change: nothing under ``1xD``; under ``128xD`` only elements more than 2**14 below the largest
+    of their tile, never across packed sequences or from padding; under ``mx`` the same within 32
+    neighbouring tokens, across packed sequences too where a boolean mask separates them."""
 
     descale: str = "pow2"
     """``pow2`` (exact to fold) or ``fp32``. ``fp32`` needs ``1xD``, or ``128xD`` without a causal

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_deltamatch.ops.attention_args import autocast_dtype, split_cu_seqlens, validate
+from hf_deltamatch.ops.attention_args import (
+    autocast_dtype,
+    distinct,
+    refuse_double_backward,
+    split_cu_seqlens,
+    validate,
+)
 from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
 from hf_deltamatch.ops.backend import choose
 from hf_deltamatch.recipes import AttentionRecipe
@@ -33,8 +38,8 @@ class AttentionFunction(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse):
+        refuse_double_backward("delta_matching_attention")
         o, lse, q, k, v, qd, kd, vd, mask, sinks, cu_q, cu_k = ctx.saved_tensors
         dq, dk, dv, dsinks, _ = attention_bwd(
             do, dlse, o, lse, q, qd, k, kd, v, vd, mask, sinks, cu_q, cu_k, *ctx.options
@@ -99,6 +104,7 @@ def delta_matching_attention(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = distinct(q, k, v)
     cu_q, cu_k = split_cu_seqlens(cu_seqlens)
     validate(q, k, v, is_causal, window, mask, softcap, sinks, cu_q, cu_k, recipe)
     chosen = choose("attention", q.device, backend)

@@ -20,17 +20,39 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def refuse_double_backward(op: str) -> None:
+    """Called in a backward. Gradients of gradients would silently lack the part through the saved
+    operands, so a graph of the backward (``create_graph=True``) is an error."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{op}: its backward was run with create_graph=True, but it has no second derivative. "
+            "Use SDPA or nn.Linear where one is needed."
+        )
+
+
+def distinct(first: Tensor, *others: Tensor) -> list[Tensor]:
+    """The same tensors as different objects: torch.compile refuses one tensor given twice to an
+    autograd function (self-attention on one tensor, one ``cu_seqlens`` for q and k)."""
+    out = [first]
+    for x in others:
+        out.append(x.view_as(x) if any(x is seen for seen in out) else x)
+    return out
+
+
 def split_cu_seqlens(
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
-        return cu_seqlens, cu_seqlens
+    """The offsets for q and for k, as two tensor objects."""
+    if cu_seqlens is None:
+        return None, None
+    if isinstance(cu_seqlens, Tensor):
+        return tuple(distinct(cu_seqlens, cu_seqlens))
     if (
         isinstance(cu_seqlens, (tuple, list))
         and len(cu_seqlens) == 2
         and all(isinstance(c, Tensor) for c in cu_seqlens)
     ):
-        return cu_seqlens[0], cu_seqlens[1]
+        return tuple(distinct(*cu_seqlens))
     raise TypeError(
         f"{_FN}: `cu_seqlens` is a {type(cu_seqlens).__name__}; it must be one int32 tensor [n + 1] "
         "or a pair of them for q and k."
@@ -125,7 +147,9 @@ def _validate_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
     if mask.device != q.device:
         raise ValueError(f"{_FN}: `mask` is on {mask.device}, q on {q.device}; move it there.")
     if mask.dtype == torch.int32:
-        if mask.shape not in ((B, 3, 1, Tk), (1, 3, 1, Tk)):
+        # `==` and not `in`: lengths may be symbolic under torch.compile.
+        batch_fits = mask.dim() == 4 and (mask.shape[0] == B or mask.shape[0] == 1)
+        if not batch_fits or mask.shape[1:] != (3, 1, Tk):
             raise ValueError(
                 f"{_FN}: the compact int32 `mask` is {tuple(mask.shape)}; it must be "
                 f"[B, 3, 1, Tk] = {(B, 3, 1, Tk)}."
@@ -144,7 +168,7 @@ def _validate_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
         )
     wanted = (B, Hq, Tq, Tk)
     fits = mask.dim() <= 4 and all(
-        m in (1, w) for m, w in zip(reversed(mask.shape), reversed(wanted), strict=False)
+        m == 1 or m == w for m, w in zip(reversed(mask.shape), reversed(wanted), strict=False)
     )
     if not fits:
         raise ValueError(

@@ -8,11 +8,10 @@ Annotations are evaluated here (the op schemas are inferred from them).
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_deltamatch import reference
 from hf_deltamatch.ops import observe
-from hf_deltamatch.ops.attention_args import autocast_dtype
+from hf_deltamatch.ops.attention_args import autocast_dtype, refuse_double_backward
 from hf_deltamatch.ops.backend import choose
 from hf_deltamatch.recipes import LinearRecipe
 
@@ -88,8 +87,8 @@ class LinearFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
+        refuse_double_backward("fp8_linear")
         weight, x_fp8, x_descale = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:

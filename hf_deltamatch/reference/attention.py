@@ -150,7 +150,7 @@ def keys_of(x: Operand, b: slice, h: slice, width: int) -> Operand:
             return t
         return torch.nn.functional.pad(t, (0, 0, 0, pad) if t.dim() == 4 else (0, pad), value=value)
 
-    return Operand(cut(x.feat, 0), cut(x.row, 1), cut(x.tok, 0), cut(x.fold, 1), cut(x.poison, 0))
+    return Operand(cut(x.feat, 0), cut(x.row, 1), cut(x.tok, 0), cut(x.fold, 0), cut(x.poison, 0))
 
 
 def poisoned(visible: Tensor | None, poison: Tensor, like: Tensor) -> Tensor:
@@ -286,13 +286,13 @@ def _forward_segment(
         s2, _ = logits(qb, kb, softmax_scale, softcap)
         s2 = masked(s2, visible, -torch.inf)
         if recipe.quantize:
-            p, correction, m, l = cast_p_forward(s2, vb, recipe, block_n, key_order)
+            p, m, l = cast_p_forward(s2, vb, recipe, block_n, key_order)
         else:
             m = s2.amax(-1, keepdim=True)
             m = torch.where(m == -torch.inf, 0.0, m)
             p = torch.exp2(s2 - m)
-            correction, l = torch.ones_like(m), p.sum(-1, keepdim=True)
-        acc = torch.matmul(p.flatten(2, 3), vb.tok).unflatten(2, p.shape[2:4]) * correction
+            l = p.sum(-1, keepdim=True)
+        acc = torch.matmul(p.flatten(2, 3), vb.tok).unflatten(2, p.shape[2:4])
         if vb.poison is not None:
             acc = torch.where(poisoned(visible, vb.poison, p), torch.nan, acc)
         seen = l > 0

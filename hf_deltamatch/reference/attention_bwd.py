@@ -32,6 +32,7 @@ from hf_deltamatch.reference.attention import (
     blocks,
     key_width,
     keys_of,
+    poisoned,
     reload,
     rows_of,
     segments,
@@ -182,13 +183,20 @@ def _backward_segment(
         if mean_key is not None:
             rounded = ds_row
             if block.k.fold is not None:
-                rounded = rounded / block.k.fold[:, :, None, None, :]
+                fold = block.k.fold[:, :, None, None, :]
+                # Zero keys were left out of the cast; nothing leaks along them.
+                rounded = torch.where(fold == 0, ds, rounded / torch.where(fold == 0, 1.0, fold))
             leak = rounded.sum(-1, keepdim=True) - ds.sum(-1, keepdim=True)
             dq_b = dq_b - leak * mean_key[b, h][:, :, None, None]
         dk_b = torch.matmul(ds_col.flatten(2, 3).transpose(-1, -2), block.q.tok.flatten(2, 3))
         dv_b = torch.matmul(p_col.flatten(2, 3).transpose(-1, -2), block.do.tok.flatten(2, 3))
+        # P is NaN for whoever sees a NaN in q or k, but `mx` spreads it to other tokens of a block.
         if block.do.poison is not None:
-            dv_b = torch.where(_keys_seen_by(block), torch.nan, dv_b)
+            dv_b = torch.where(_keys_seen_by(block, block.do.poison), torch.nan, dv_b)
+        if block.q.poison is not None:
+            dk_b = torch.where(_keys_seen_by(block, block.q.poison), torch.nan, dk_b)
+        if block.k.poison is not None:
+            dq_b = torch.where(poisoned(block.visible, block.k.poison, p), torch.nan, dq_b)
         dq[b, heads, rows] = (dq_b * softmax_scale).flatten(1, 2)
         keys = slice(seg.k.start, seg.k.start + vis.Tk)
         dk[b, h, keys] += dk_b[:, :, : vis.Tk] * softmax_scale
@@ -236,12 +244,12 @@ def _delta(
     return (do.to(p.dtype) * out.to(p.dtype)).sum(-1)
 
 
-def _keys_seen_by(x: _Block) -> Tensor:
-    """Keys that a query with a NaN dO sees: ``[b, h, n, 1 or D]`` bool."""
+def _keys_seen_by(x: _Block, poison: Tensor) -> Tensor:
+    """Keys that a query with a NaN in ``poison [b, h, G, r, 1 or D]`` sees: ``[b, h, n, 1 or D]``."""
     n = x.k.feat.shape[2]
-    like = x.do.poison.new_ones(*x.do.poison.shape[:4], n, dtype=torch.float32)
+    like = poison.new_ones(*poison.shape[:4], n, dtype=torch.float32)
     seen = (like if x.visible is None else x.visible.expand_as(like).float()).flatten(2, 3)
-    return torch.matmul(seen.transpose(-1, -2), x.do.poison.flatten(2, 3).float()) > 0
+    return torch.matmul(seen.transpose(-1, -2), poison.flatten(2, 3).float()) > 0
 
 
 def _mean_key(k: Operand, vis: Visibility) -> Tensor:

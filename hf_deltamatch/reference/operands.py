@@ -34,8 +34,8 @@ class Operand(NamedTuple):
     tok: Tensor
     """``[B, H, T, D]`` contracted over tokens; poisoned tokens are 0 here."""
     fold: Tensor | None
-    """``[B, H, T]`` descale to fold into P or dS before its cast (``1xD``); ``tok`` is then the
-    payload. ``None``: ``tok`` is already dequantised."""
+    """``[B, H, T]`` descale to fold into P or dS before its cast (``1xD``), 0 for a zero token;
+    ``tok`` is then the payload. ``None``: ``tok`` is already dequantised."""
     poison: Tensor | None
     """``[B, H, T, 1 or D]`` bool, NaN tokens; ``None`` if there are none."""
 
@@ -150,7 +150,8 @@ def as_operand(
     poison = bad if bool(bad.any()) else None
     tok = payload if poison is None else payload.nan_to_num(0.0)
     if recipe.block == "1xD":
-        return Operand(payload, row, tok, row.nan_to_num(1.0), poison)
+        fold = torch.where((tok != 0).any(-1), row.nan_to_num(1.0), 0.0)
+        return Operand(payload, row, tok, fold, poison)
     return Operand(payload, row, tok * row.nan_to_num(0.0)[..., None], None, poison)
 
 

@@ -25,11 +25,10 @@ def contract_features(a: Tensor, a_row: Tensor | None, b: Tensor, b_row: Tensor 
     """``a [b, h, G, r, D]`` times ``b [b, h, n, D]`` transposed, descales applied to the result."""
     B, H, G, R, D = a.shape
     out = torch.matmul(a.reshape(B, H, G * R, D), b.transpose(-1, -2)).view(B, H, G, R, -1)
-    if a_row is not None:
-        out = out * a_row[..., None]
-    if b_row is not None:
-        out = out * b_row[:, :, None, None, :]
-    return out
+    if a_row is None:
+        return out
+    # The descales first: one may be near the top of FP32 and the other bring it back.
+    return out * (a_row[..., None] * b_row[:, :, None, None, :])
 
 
 def logits(
@@ -78,38 +77,34 @@ def _no_inf(m: Tensor) -> Tensor:
 
 def cast_p_forward(
     s2: Tensor, v: Operand, recipe: AttentionRecipe, block_n: int, key_order: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised P as product 2 reads it, and the softmax statistics.
 
     Each tile's P is cast after the running maximum at that tile and then rescaled to the final
     one, which is what an online softmax does step by step.
 
     Returns:
-        ``p_cast [..., n]``; ``correction [..., 1]`` with ``O = p_cast @ v.tok · correction / l``;
-        the final base-2 maximum ``m`` and normaliser ``l`` (both ``[..., 1]``, FP32, from
-        unquantised exponentials).
+        ``p_cast [..., n]`` with ``O = p_cast @ v.tok / l``; the final base-2 maximum ``m`` and
+        normaliser ``l`` (both ``[..., 1]``, FP32, from unquantised exponentials).
     """
     run, m = running_max(s2, block_n, key_order)
     p = torch.exp2(_minus(s2, run, block_n))
-    rescale = torch.exp2(run - m)
+    # A tile without a visible key has no maximum (0 stands in), and P = 0 whatever it is.
+    rescale = torch.exp2((run - m).clamp_max(0.0))
     per_tile = p.unflatten(-1, (-1, block_n)).sum(-1)
     l = (per_tile * rescale).sum(-1, keepdim=True)
-    one = torch.ones_like(m)
     if recipe.block == "mx":
         p_cast = round_trip_blocks(p, E4M3, MX_BLOCK, -1)
-        return _times(p_cast, rescale, block_n), one, m, l
+        return _times(p_cast, rescale, block_n), m, l
     if recipe.block == "128xD":
         p_cast = round_trip(p * 2.0**P_CAST_LOG2, E4M3)
-        return _times(p_cast, rescale, block_n), one * 2.0**-P_CAST_LOG2, m, l
-    # 1xD: the descale of V varies along the contraction; fold it under its own running maximum.
-    # A token whose V is zero must not raise that maximum and flush the others.
-    contributes = (v.tok != 0).any(-1)
-    log_fold = torch.where(contributes, v.fold.log2(), -torch.inf)[:, :, None, None, :]
-    folded = s2 + log_fold
-    run, m_fold = running_max(folded, block_n, key_order)
+        return _times(p_cast, rescale * 2.0**-P_CAST_LOG2, block_n), m, l
+    # 1xD: the descale of V varies along the contraction; fold it under its own running maximum,
+    # relative to m, so that a large logit does not absorb it. A zero token folds as 0.
+    folded = (s2 - m) + v.fold.log2()[:, :, None, None, :]
+    run, _ = running_max(folded, block_n, key_order)
     p_cast = round_trip(torch.exp2(_minus(folded, run, block_n) + P_CAST_LOG2), E4M3)
-    p_cast = _times(p_cast, torch.exp2(run - m_fold), block_n)
-    return p_cast, torch.exp2(m_fold - m - P_CAST_LOG2), m, l
+    return _times(p_cast, torch.exp2(run - P_CAST_LOG2), block_n), m, l
 
 
 def _minus(s2: Tensor, per_tile: Tensor, block_n: int) -> Tensor:
@@ -128,7 +123,8 @@ def cast_backward(
     Args:
         x: ``[b, h, G, r, n]``, P or dS (FP32).
         operand: the other factor, whose descale is folded in under ``1xD``: by key (``dim=-1``,
-            fold ``[b, h, n]``) or by query (``dim=-2``, fold ``[b, h, G, r]``).
+            fold ``[b, h, n]``) or by query (``dim=-2``, fold ``[b, h, G, r]``). Tokens that are
+            zero contribute nothing and are left out, so that they do not raise a block's amax.
         size: elements along ``dim`` that share a descale: the kernel's tile along the contraction.
         dim: the contraction: −1 (product 6) or −2 (products 5 and 7).
 
@@ -139,6 +135,9 @@ def cast_backward(
         return x
     if recipe.block == "mx":
         size = MX_BLOCK
-    if operand.fold is not None:
-        x = x * (operand.fold[:, :, None, None, :] if dim == -1 else operand.fold[..., None])
+    fold = operand.fold
+    if fold is None and dim == -2:
+        fold = (operand.tok != 0).any(-1).to(x.dtype)
+    if fold is not None:
+        x = x * (fold[:, :, None, None, :] if dim == -1 else fold[..., None])
     return round_trip_blocks(x, E4M3, size, dim)

@@ -44,7 +44,8 @@ class Visibility:
         self.device = device
         self.position = self.window = self.offset = self.bool_mask = None
         if is_causal or (mask is not None and mask.dtype != torch.bool):
-            self._set_positions(window, mask, device)
+            compact = None if mask is None or mask.dtype == torch.bool else mask
+            self._set_positions(window, compact, device)
         if mask is not None and mask.dtype == torch.bool:
             self._set_bool(mask)
         self.key_hidden = self.query_hidden = self.query_counted = None
