@@ -1,9 +1,20 @@
-"""Tiny random models of every family that the tests name, built from their own config classes."""
+"""Tiny random models of every family that the tests name, built from their own config classes, and
+the few things that every test does with one: choose its attention, run it, compare gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_deltamatch import set_attention_recipe
+from hf_deltamatch.testing import rel_rms
+
+OURS = "fp8_delta_matching"
 
 VOCAB = 128
 COMMON = {
@@ -88,16 +99,100 @@ FAMILIES: dict[str, tuple[dict, int]] = {
     ),
 }  # fmt: skip
 
+# Families that only some tests name: chunked, sparse and linear attention, and code without the interface.
+OTHERS: dict[str, dict] = {
+    "llama4_text": {
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+    },
+    "deepseek_v32": {
+        **FAMILIES["deepseek_v3"][0],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+    },
+    "minimax": {
+        **MOE,
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 16,
+    },
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "rotary_dim": 8},
+    "mamba": {"state_size": 8},
+}
+
 
 def build(family: str, *, seed: int = 0, **overrides) -> PreTrainedModel:
     """A tiny random model of ``family`` in FP32, in eval mode."""
-    known, _ = FAMILIES[family]
+    known = OTHERS[family] if family in OTHERS else FAMILIES[family][0]
     config = AutoConfig.for_model(family, **{**COMMON, **known, **overrides})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def batch(rows: int = 2, length: int = 40, *, seed: int = 1) -> torch.Tensor:
+def batch(rows: int = 2, length: int = 40, *, seed: int = 1) -> Tensor:
     """Random token ids ``[rows, length]``, special tokens left out."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (rows, length), generator=generator)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Import it: tiny products are far faster on one thread, and threads of two test runs collide."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plain(family: str) -> str:
+    """The implementation of Transformers to compare with; SDPA has no sinks."""
+    return "eager" if family == "gpt_oss" else "sdpa"
+
+
+def use(model: PreTrainedModel, implementation: str = OURS, recipe=None) -> PreTrainedModel:
+    """The model itself, with another attention."""
+    model.set_attn_implementation(implementation)
+    if recipe is not None:
+        set_attention_recipe(model, recipe)
+    return model
+
+
+class Batch(NamedTuple):
+    """Arguments of a model; ``labels`` are −100 on padding."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        return self.attention_mask.bool()
+
+
+def padded(side: str, *, length: int = 40, hidden: int = 9, seed: int = 1) -> Batch:
+    """A full row and one with ``hidden`` tokens of padding."""
+    ids, mask = batch(2, length, seed=seed), torch.ones(2, length, dtype=torch.long)
+    mask[1, slice(0, hidden) if side == "left" else slice(length - hidden, length)] = 0
+    return Batch(ids * mask, mask, ids.masked_fill(mask == 0, -100))
+
+
+def run(model: PreTrainedModel, *, labels: Tensor, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and the gradients of every parameter that has one."""
+    model.zero_grad()
+    out = model(labels=labels, **inputs)
+    out.loss.backward()
+    return out.logits.detach(), grads_of(model)
+
+
+def grads_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def rel_grads(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative error of all gradients as one vector."""
+    assert actual.keys() == expected.keys()
+    flat = lambda grads: torch.cat([grads[n].double().flatten() for n in sorted(grads)])
+    return rel_rms(flat(actual), flat(expected))

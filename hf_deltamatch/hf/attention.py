@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.import_utils import is_tracing
 
-from hf_deltamatch.hf.masks import as_boolean, fp8_delta_matching_mask
+from hf_deltamatch.hf.masks import as_boolean, fp8_delta_matching_mask, own_key_shown
 from hf_deltamatch.hf.modules import ATTN_IMPLEMENTATION, choice_of
 from hf_deltamatch.ops import delta_matching_attention
 
@@ -69,10 +69,10 @@ def fp8_delta_matching_attention(
     choice = choice_of(module)
     options = {}
     mask = attention_mask
-    if mask is None and cu_seq_lens_q is None:
-        _refuse_unmasked_packing(kwargs.get("position_ids"), query.shape[2])
     if mask is not None and mask.dtype != torch.int32:
         mask = as_boolean(mask)
+    if cu_seq_lens_q is None and (mask is None or mask.dtype == torch.int32):
+        _refuse_unmasked_packing(kwargs.get("position_ids"), mask, query.shape[2])
     if cu_seq_lens_q is not None:
         options["cu_seqlens"] = (
             cu_seq_lens_q,
@@ -123,28 +123,36 @@ def _refuse(dropout: float, kwargs: dict) -> None:
         )
 
 
-_checked: weakref.ref | None = None
+_checked: tuple[weakref.ref, int | None] | None = None
 
 
-def _refuse_unmasked_packing(position_ids: Tensor | None, q_length: int) -> None:
+def _refuse_unmasked_packing(
+    position_ids: Tensor | None, mask: Tensor | None, q_length: int
+) -> None:
     """Positions that restart mean packed sequences; without a mask they would see each other.
 
-    Transformers looks for packing only without a cache and without an ``attention_mask``. One look
-    per forward: all layers are handed the same tensor. Values cannot be read in a compiled graph.
+    Transformers looks for packing only without a cache and without an ``attention_mask``; its masks
+    are then boolean. One look per forward: all layers are handed the same tensor. Values cannot be
+    read in a compiled graph.
     """
     global _checked
     if position_ids is None or position_ids.dim() != 2 or q_length == 1 or is_tracing(position_ids):
         return
-    if _checked is not None and _checked() is position_ids:
+    version = None if position_ids.is_inference() else position_ids._version
+    if _checked is not None and _checked[0]() is position_ids and _checked[1] == version:
         return
-    _checked = weakref.ref(position_ids)
-    if bool((position_ids.diff(dim=-1) <= 0).any()):
+    restarts = position_ids.diff(dim=-1) <= 0
+    if mask is not None:  # positions of padding are arbitrary
+        shown = own_key_shown(mask, q_length)
+        restarts = restarts & shown[:, 1:] & shown[:, :-1]
+    if bool(restarts.any()):
         raise ValueError(
             "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
             "mask separates them, so they would attend to each other. Pass use_cache=False and no "
             "attention_mask, so that Transformers sees the packing, or pass cu_seq_lens_q and "
             "cu_seq_lens_k."
         )
+    _checked = weakref.ref(position_ids), version
 
 
 def _describe(value) -> str:

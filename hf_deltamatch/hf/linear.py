@@ -42,6 +42,9 @@ class FP8Linear(_FP8, nn.Linear):
 class FP8Conv1D(_FP8, Conv1D):
     """Transformers' ``Conv1D`` (a linear layer with weight ``[in, out]``, as in GPT-2) in FP8."""
 
+    def __repr__(self) -> str:  # Conv1D's own does not call extra_repr
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, fp8={self.fp8_recipe.name})"
+
     def forward(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.weight.t(), self.bias, self.fp8_recipe, self.fp8_backend)
 
@@ -135,6 +138,7 @@ def swap_linears(
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             reason = "filter_fn returned False"
         if reason is not None:
+            _unswap(module)  # swapped by an earlier call
             report.skipped[name] = reason
             continue
         module.__class__ = _SWAP.get(type(module), type(module))
@@ -150,13 +154,15 @@ def swap_linears(
 
 def unswap_linears(model: nn.Module) -> int:
     """Turn FP8 linears back into the plain modules they were; returns how many."""
-    count = 0
-    for module in model.modules():
-        if type(module) in _UNSWAP:
-            module.__class__ = _UNSWAP[type(module)]
-            del module.fp8_recipe, module.fp8_backend
-            count += 1
-    return count
+    return sum(_unswap(module) for module in model.modules())
+
+
+def _unswap(module: nn.Module) -> bool:
+    if type(module) not in _UNSWAP:
+        return False
+    module.__class__ = _UNSWAP[type(module)]
+    del module.fp8_recipe, module.fp8_backend
+    return True
 
 
 def fp8_linears(model: nn.Module) -> dict[str, nn.Module]:
@@ -177,6 +183,8 @@ def _hard_reason(module: nn.Module) -> str | None:
     if type(module) not in _SWAP and not isinstance(module, _FP8):
         kind = type(module)
         return f"{kind.__module__}.{kind.__name__} is not exactly nn.Linear"
+    if "forward" in vars(module) and not isinstance(module, _FP8):
+        return "its forward is replaced on the instance (an Accelerate hook, for example)"
     if not module.weight.is_floating_point() or module.weight.element_size() < 2:
         return f"the weight is stored as {module.weight.dtype}"
     return None
@@ -195,6 +203,8 @@ def _default_reason(
         return "router of a mixture of experts"
     if _is_adapter(name):
         return "PEFT adapter"
+    if name.split(".")[-1] == "dt_proj":
+        return "Mamba multiplies by this weight itself, past the module"
     if _out_features(module) < MIN_OUT_FEATURES:
         return f"out_features {_out_features(module)} < {MIN_OUT_FEATURES}"
     return None

@@ -109,6 +109,16 @@ def compact_mask(
     return torch.stack((position.to(torch.int32), rows, offset), 1)[:, :, None]
 
 
+def own_key_shown(mask: Tensor, q_length: int) -> Tensor:
+    """``[B, Tq]``: is the key of the query itself shown by a compact mask? False for padding."""
+    position, _, offset = mask[:, :, 0].long().unbind(1)
+    index = torch.arange(position.shape[-1], device=mask.device)
+    # Keys are consecutive: what is shown tells where the first one lies (a sliding cache drops some).
+    first = torch.where(position >= 0, position - index, -NO_WINDOW).amax(-1, keepdim=True)
+    own = offset[:, :1] - first + torch.arange(q_length, device=mask.device)
+    return position.gather(1, own.clamp(0, position.shape[-1] - 1)) >= 0
+
+
 def as_boolean(mask: Tensor) -> Tensor:
     """A custom additive mask of zeros and very negative values as a boolean one (True = attend).
 

@@ -60,7 +60,8 @@ def own_attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         holds_ours = any(n == name or n.startswith(name + ".") for n in ours)
-        if "Attention" not in type(module).__name__ or holds_ours:
+        called_attention = "Attention" in type(module).__name__ or name.endswith("attn")
+        if not called_attention or holds_ours:
             continue
         inside = any(name == n or name.startswith(n + ".") for n in [*ours, *found])
         if not inside and any(True for _ in module.parameters()):

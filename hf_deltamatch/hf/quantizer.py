@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -94,23 +95,19 @@ class DeltaMatchConfig(QuantizationConfigMixin):
     def __iter__(self):
         yield from self.to_dict().items()
 
-    def attention_layers(self) -> dict[str, AttentionRecipe]:
-        """Patterns of ``layers`` that say something about attention."""
-        return {p: d["attention"] for p, d in (self.layers or {}).items() if "attention" in d}
-
-    def linear_layers(self) -> dict[str, str | LinearRecipe]:
-        """Patterns of ``layers`` that say something about linears."""
-        return {p: d["linear"] for p, d in (self.layers or {}).items() if "linear" in d}
-
     def apply_to(self, model: nn.Module) -> nn.Module:
         """Apply to a model that is already built (``from_config``, or loaded plain), in place.
 
         The config is then saved with the model as if it had been loaded with it.
         """
         quantizer = DeltaMatchQuantizer(self, pre_quantized=False)
-        quantizer.preprocess_model(model)
-        model.hf_quantizer = quantizer
-        quantizer.postprocess_model(model)
+        try:
+            quantizer.preprocess_model(model)
+            model.hf_quantizer = quantizer
+            quantizer.postprocess_model(model)
+        except ValueError:
+            quantizer.remove_quantization_config(model)
+            raise
         return model
 
 
@@ -185,8 +182,10 @@ class DeltaMatchQuantizer(HfQuantizer):
             self.swap_report = swap_linears(
                 model,
                 config.linear,
-                modules_to_not_convert=config.modules_to_not_convert,
-                layers=_only_matching(config.linear_layers(), model),
+                modules_to_not_convert=[
+                    _own_name(p, model) for p in config.modules_to_not_convert or ()
+                ],
+                layers=_layers_of(config, model, "linear"),
                 backend=config.backend,
             )
         return model
@@ -217,15 +216,36 @@ class DeltaMatchQuantizer(HfQuantizer):
         return True
 
 
-def _check_layer_patterns(config: DeltaMatchConfig, model: nn.Module) -> None:
-    names = [name for name, _ in model.named_modules()]
-    check_patterns("DeltaMatchConfig: `layers`", config.layers or (), names)
+def _own_name(pattern: str, model: nn.Module) -> str:
+    """A base model (``AutoModel``) has no prefix; patterns saved with a whole model have one."""
+    if getattr(model, "base_model", None) is not model:
+        return pattern
+    return pattern.removeprefix(f"{model.base_model_prefix}.")
 
 
-def _only_matching(layers: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Patterns of a mixed ``layers`` dict that concern linears at all."""
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+def _layers_of(config: DeltaMatchConfig, model: nn.Module, kind: str) -> dict[str, Any]:
+    """Pattern to recipe for the patterns of ``layers`` that say something about modules of ``kind``
+    in this model."""
+    if getattr(config, kind) is None:
+        return {}
+    if kind == "attention":
+        names = list(attention_modules(model))
+    else:
+        names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    layers = {_own_name(p, model): d[kind] for p, d in (config.layers or {}).items() if kind in d}
     return {p: r for p, r in layers.items() if any(matches(n, p) for n in names)}
+
+
+def _check_layer_patterns(config: DeltaMatchConfig, model: nn.Module) -> None:
+    patterns = [_own_name(p, model) for p in config.layers or ()]
+    check_patterns("DeltaMatchConfig: `layers`", patterns, [n for n, _ in model.named_modules()])
+    used = {**_layers_of(config, model, "attention"), **_layers_of(config, model, "linear")}
+    for pattern in patterns:
+        if pattern not in used:
+            raise ValueError(
+                f"DeltaMatchConfig: layers[{pattern!r}] has no effect: it names no module of the "
+                "kind that its recipe is for, or that kind is None for the whole model."
+            )
 
 
 def _set_attention(config: DeltaMatchConfig, model: nn.Module) -> None:
@@ -236,10 +256,16 @@ def _set_attention(config: DeltaMatchConfig, model: nn.Module) -> None:
             "Transformers, so it would run its own attention whatever is asked for. Use "
             "DeltaMatchConfig(attention=None) for FP8 linears alone."
         )
+    default = "sdpa" if model._supports_sdpa else "eager"
+    if model.config._attn_implementation not in (default, ATTN_IMPLEMENTATION):
+        warnings.warn(
+            f"DeltaMatchConfig: attn_implementation={model.config._attn_implementation!r} is not "
+            f"used; attention runs on {ATTN_IMPLEMENTATION!r}. Use DeltaMatchConfig(attention=None) "
+            "to keep it.",
+            stacklevel=2,
+        )
     model.set_attn_implementation(ATTN_IMPLEMENTATION)
-    layers = {
-        p: r for p, r in config.attention_layers().items() if any(matches(n, p) for n in found)
-    }
+    layers = _layers_of(config, model, "attention")
     set_attention_recipe(model, config.attention, layers, config.backend)
 
 

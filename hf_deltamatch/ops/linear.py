@@ -134,7 +134,8 @@ def fp8_linear(
     output = LinearFunction.apply(
         x.reshape(-1, x.shape[-1]), weight, bias, save_input, recipe.encoded, chosen
     )
-    return output.view(*x.shape[:-1], weight.shape[0])
+    # As nn.Linear does: the result is no view, which FSDP2 and in-place users would trip over.
+    return torch.ops.aten._unsafe_view(output, [*x.shape[:-1], weight.shape[0]])
 
 
 def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
