@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=120)
     add("--batch-size", type=int, default=8, help="sequences per step")
     add("--seq-len", type=int, default=256, help="tokens per sequence")
-    add("--lr", type=float, default=3e-3, help="peak of the cosine schedule")
+    add("--lr", type=float, default=1e-3, help="peak of the cosine schedule")
     add("--warmup", type=int, default=20, help="steps")
     add("--seed", type=int, default=0)
     add("--eval-docs", type=int, default=48, help="documents per lm-eval task")
