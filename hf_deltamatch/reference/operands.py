@@ -34,8 +34,8 @@ class Operand(NamedTuple):
     tok: Tensor
     """``[B, H, T, D]`` contracted over tokens; poisoned tokens are 0 here."""
     fold: Tensor | None
-    """``[B, H, T]`` descale to fold into P or dS before its cast (``1xD``), 0 for a zero token;
-    ``tok`` is then the payload. ``None``: ``tok`` is already dequantised."""
+    """``[B, H, T]`` descale to fold into P or dS before its cast (one descale per token), 0 for a
+    zero token; ``tok`` is then the payload. ``None``: ``tok`` is already dequantised."""
     poison: Tensor | None
     """``[B, H, T, 1 or D]`` bool, NaN tokens; ``None`` if there are none."""
 
@@ -149,7 +149,8 @@ def as_operand(
     bad = (row.isnan() | payload.isnan().any(-1))[..., None]
     poison = bad if bool(bad.any()) else None
     tok = payload if poison is None else payload.nan_to_num(0.0)
-    if recipe.block == "1xD":
+    if recipe.block == "1xD" or not tiles:
+        # A descale that varies inside a tile cannot leave a contraction over tokens.
         fold = torch.where((tok != 0).any(-1), row.nan_to_num(1.0), 0.0)
         return Operand(payload, row, tok, fold, poison)
     return Operand(payload, row, tok * row.nan_to_num(0.0)[..., None], None, poison)

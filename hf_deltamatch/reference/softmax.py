@@ -96,10 +96,10 @@ def cast_p_forward(
     if recipe.block == "mx":
         p_cast = round_trip_blocks(p, E4M3, MX_BLOCK, -1)
         return _times(p_cast, rescale, block_n), m, l
-    if recipe.block == "128xD":
+    if v.fold is None:
         p_cast = round_trip(p * 2.0**P_CAST_LOG2, E4M3)
         return _times(p_cast, rescale * 2.0**-P_CAST_LOG2, block_n), m, l
-    # 1xD: the descale of V varies along the contraction; fold it under its own running maximum,
+    # One descale per token: that of V varies along the contraction; fold it under its own running maximum,
     # relative to m, so that a large logit does not absorb it. A zero token folds as 0.
     folded = (s2 - m) + v.fold.log2()[:, :, None, None, :]
     run, _ = running_max(folded, block_n, key_order)
@@ -122,7 +122,7 @@ def cast_backward(
 
     Args:
         x: ``[b, h, G, r, n]``, P or dS (FP32).
-        operand: the other factor, whose descale is folded in under ``1xD``: by key (``dim=-1``,
+        operand: the other factor, whose descale is folded in if it varies by token: by key (``dim=-1``,
             fold ``[b, h, n]``) or by query (``dim=-2``, fold ``[b, h, G, r]``). Tokens that are
             zero contribute nothing and are left out, so that they do not raise a block's amax.
         size: elements along ``dim`` that share a descale: the kernel's tile along the contraction.

@@ -1,0 +1,233 @@
+"""Launchers of the attention kernels: tensors in, tensors out.
+
+Memory, per token and head at head_dim D (bytes; D padded to 16):
+
+* saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
+  per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse, and the op's own output;
+* forward, temporary: D of transposed V;
+* backward, temporary: 4·D (dO, and transposed Q, K, dO) and 12 of row statistics, beside dQ, dK, dV
+  in the dtype of dO.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hf_deltamatch.kernels import attention_config as config
+from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
+from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
+from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
+from hf_deltamatch.kernels.attention_problem import Problem
+from hf_deltamatch.kernels.attention_rows import _mean_key_kernel, _rows_kernel
+from hf_deltamatch.kernels.launch import feature_block
+from hf_deltamatch.kernels.quantize import transpose
+
+
+class Forward(NamedTuple):
+    """``o [B, Hq, Tq, Dv]`` stored as ``BTHD``; ``lse [B, Hq, Tq]``; payloads ``[B, H, T, D]`` in
+    rows of a multiple of 16 bytes; descales ``[B, H, slots]`` or ``[B, H, T]``."""
+
+    o: Tensor
+    lse: Tensor
+    q_fp8: Tensor
+    q_descale: Tensor
+    k_fp8: Tensor
+    k_descale: Tensor
+    v_fp8: Tensor
+    v_descale: Tensor
+
+
+class Backward(NamedTuple):
+    """Gradients stored as ``BTHD``; ``delta [B, Hq, Tq]``; ``row_sums [2, B, Hq, Tq]`` (ΣdS and
+    Σ|dS| of every row, FP64) and ``ds``: of the dQ and of the dK/dV kernel, where asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+    delta: Tensor
+    row_sums: Tensor | None
+    ds: tuple[Tensor, Tensor] | None
+
+
+def _rows(x: Tensor, block_rows: int, block_features: int) -> TensorDescriptor:
+    """Tiles of a payload ``[B, H, T, D padded]``, addressed by row and feature."""
+    D = x.shape[-1]
+    return TensorDescriptor(x, [x.numel() // D, D], [D, 1], [block_rows, block_features])
+
+
+def _columns(x: Tensor, block_features: int, block_tokens: int) -> TensorDescriptor:
+    """Tiles of a transposed copy ``[B, H, D padded, tokens]``."""
+    T = x.shape[-1]
+    return TensorDescriptor(x, [x.numel() // T, T], [T, 1], [block_features, block_tokens])
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """A saved payload ``[B, H, T, D]`` with the padding that its rows are stored with."""
+    B, H, T, D = x.shape
+    stride = -(-D // 16) * 16
+    if x.stride() != (H * T * stride, T * stride, stride, 1) and x.numel():
+        # Something between forward and backward (offloading) copied it without the padding.
+        raw = torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, stride - D))
+        return raw.view(x.dtype)
+    return x.as_strided((B, H, T, stride), (H * T * stride, T * stride, stride, 1))
+
+
+def _like_bthd(B: int, H: int, T: int, D: int, dtype: torch.dtype, device) -> Tensor:
+    return torch.empty(B, T, H, D, dtype=dtype, device=device).transpose(1, 2)
+
+
+def _grid(tokens: int, slots: int, block: int, packed: bool, heads: int) -> tuple[int, int]:
+    return (slots * (128 // block) if packed else -(-tokens // block)), heads
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
+    """Quantise q, k, v (any strides) and attend. ``q.dtype`` is the dtype of the output."""
+    o = _like_bthd(x.B, x.Hq, x.Tq, x.Dv, q.dtype, q.device)
+    lse = torch.empty(x.B, x.Hq, x.Tq, device=q.device)
+    saved = {which: x.empty_operand(which) for which in "qkv"}
+    result = Forward(
+        o,
+        lse,
+        *(
+            t
+            for which in "qkv"
+            for t in (saved[which][0][..., : x.features(which)], saved[which][1])
+        ),
+    )
+    if lse.numel() == 0 or x.Tk == 0 or x.Dv == 0:
+        lse.fill_(float("-inf"))
+        o.zero_()
+        return result
+    x.quantize(q, "q", *saved["q"])
+    x.quantize(k, "k", *saved["k"])
+    vt, v_fold = x.quantize(v, "v", *saved["v"], transpose=True, fold=not x.tile)
+    (q8, qd), (k8, kd), (_, vd) = (saved[which] for which in "qkv")
+    BD, BDV = feature_block(x.D), feature_block(x.Dv)
+    c = config.fwd_config(BD, BDV)
+    bounds = x.bounds(by_key=False)
+    grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
+    _attention_fwd_kernel[grid](
+        _rows(q8, c.BLOCK_M, BD), _rows(k8, c.BLOCK_N, BD), _columns(vt, BDV, c.BLOCK_N), o, lse,
+        qd, kd, vd if x.tile else v_fold, x.sinks, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
+        x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
+        x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
+        *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, BLOCK_DV=BDV,
+        **x.flags(), **c.launch(),
+    )  # fmt: skip
+    return result
+
+
+def attention_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    saved: Forward,
+    x: Problem,
+    *,
+    row_sums: bool = False,
+    store_ds: bool = False,
+) -> Backward:
+    """Gradients of :func:`attention_fwd`.
+
+    Args:
+        do: ``[B, Hq, Tq, Dv]``, any strides.
+        dlse: gradient of lse, ``[B, Hq, Tq]``, or None.
+        row_sums: also sum dS and \|dS\| of every row in FP64, in the dQ kernel.
+        store_ds: also store FP32 dS ``[B, Hq, Tq, Tk]``, once by each kernel (tests).
+    """
+    dq = _like_bthd(x.B, x.Hq, x.Tq, x.D, do.dtype, do.device)
+    dk = _like_bthd(x.B, x.Hkv, x.Tk, x.D, do.dtype, do.device)
+    dv = _like_bthd(x.B, x.Hkv, x.Tk, x.Dv, do.dtype, do.device)
+    delta = torch.empty(x.B, x.Hq, x.Tq, device=do.device)
+    sums = torch.zeros(2, *delta.shape, dtype=torch.float64, device=do.device) if row_sums else None
+    ds = None
+    if store_ds:
+        ds = tuple(torch.zeros(*delta.shape, x.Tk, device=do.device) for _ in range(2))
+    if x.B * x.Hq * x.Tq * x.Tk * x.D * x.Dv == 0:
+        for t in (dq, dk, dv, delta):
+            t.zero_()
+        dsinks = delta.new_zeros(0 if x.sinks is None else x.Hq)
+        return Backward(dq, dk, dv, dsinks, delta, sums, ds)
+    q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
+    qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
+    do8, dod = x.empty_operand("do")
+    do_t, do_fold = x.quantize(do, "do", do8, dod, transpose=True, fold=True)
+    BD, BDV = feature_block(x.D), feature_block(x.Dv)
+    rule = x.recipe.delta
+    lse2 = torch.empty_like(delta)
+    _rows_kernel[(-(-x.Tq // 64), x.B * x.Hq)](
+        saved.lse, lse2, do_fold, do, saved.o, do8, delta, x.Hq, x.Tq, x.Dv, do8.shape[-1],
+        *do.stride(), *saved.o.stride(), DLSE=dlse is not None, STALE=rule == "stale",
+        DEQUANTIZED=rule == "dequantized", BLOCK_D=BDV, BLOCK=64,
+    )  # fmt: skip
+    dlse = None if dlse is None else dlse.contiguous()
+    # δ − dlse: what dS subtracts. One buffer unless the two differ.
+    shifted = delta if dlse is None else torch.empty_like(delta)
+    bounds = x.bounds(by_key=False)
+    kt, k_fold = transpose(k8, None if x.tile else kd, x.pack_k)
+    mean_key = _mean_key(k8, kd, x) if x.recipe.project_row_sum else None
+
+    def rows_pass(kt: Tensor, is_delta: bool) -> None:
+        c = (config.delta_config if is_delta else config.dq_config)(BD, BDV)
+        grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
+        _attention_bwd_dq_kernel[grid](
+            _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
+            _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N), dq, delta, shifted, dlse, lse2,
+            qd, dod, kd, vd, k_fold, x.sinks, mean_key, None if ds is None else ds[0], sums,
+            x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv,
+            x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
+            x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, *dq.stride()[:3],
+            *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
+            PROJECT=mean_key is not None and not is_delta, ROW_SUMS=row_sums and not is_delta,
+            STORE_DS=store_ds and not is_delta, BLOCK_D=BD, **x.flags(), **c.launch(),
+        )  # fmt: skip
+
+    if rule == "matched":
+        rows_pass(kt, True)
+    elif dlse is not None:
+        torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
+    rows_pass(kt, False)
+    del kt
+    qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
+    c = config.dkdv_config(BD, BDV)
+    grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
+    _attention_bwd_dkdv_kernel[grid](
+        _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
+        _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV), dk, dv,
+        lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],
+        x.mask_bytes, x.bounds(by_key=True), x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
+        x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
+        x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
+        min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
+        DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds, BLOCK_D=BD, BLOCK_DV=BDV,
+        **x.flags(), **c.launch(),
+    )  # fmt: skip
+    return Backward(dq, dk, dv, _dsinks(x, saved.lse, shifted), delta, sums, ds)
+
+
+def _dsinks(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor:
+    """``−Σ P_sink · (δ − dlse)`` by query head, FP32."""
+    if x.sinks is None:
+        return lse.new_zeros(0)
+    alive = lse != float("-inf")
+    p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
+    return -(p * shifted).sum((0, 2))
+
+
+def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:
+    """Mean of the dequantised visible keys, ``[B · Hkv, segments, D]``."""
+    mean = torch.empty(x.B * x.Hkv, x.segments, x.D, device=k8.device)
+    state, first = x.facts.key_state, x.hidden_before(keys=True)
+    sb, sh = (0, 0) if state is None else state.expand(x.B, x.Hkv, x.Tk).stride()[:2]
+    packed = isinstance(first, Tensor)
+    _mean_key_kernel[(x.segments, x.B * x.Hkv)](
+        k8, descale, state, mean, x.pack_k.cu, x.Hkv, x.Tk, x.D, k8.shape[-1], x.pack_k.slots,
+        x.segments, first if packed else None, 0 if packed else first, sb, sh, TILE=x.tile,
+        STATE=state is not None, HIDE=packed or first > 0, PACKED=x.cu_k is not None,
+        BLOCK_D=feature_block(x.D),
+    )  # fmt: skip
+    return mean

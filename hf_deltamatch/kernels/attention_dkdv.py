@@ -1,0 +1,210 @@
+r"""FP8 attention backward by keys: dK and dV, all query heads of a key head in one program.
+
+.. math::  dV = \hat P^T \widehat{dO}, \quad dK = \widehat{dS}^T \hat Q
+
+Works on Sᵀ, so that a power of two per key × query tile is a row of the register operand and leaves
+the product. δ comes from the query-row kernel; that it still matches here is what the row sums of
+the debug store show. Reference: ``reference.attention_bwd`` with ``block_m = BLOCK_M``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
+from hf_deltamatch.kernels.casts import (
+    cast_e4m3,
+    exp2_int,
+    inverse_exp2_int,
+    nan_to_zero,
+    pow2_exponent,
+    regroup_rows,
+)
+from hf_deltamatch.kernels.geometry import (
+    COMPACT_MASK,
+    own_segment,
+    query_tiles,
+    segment_of,
+    visible,
+)
+
+
+@triton.jit
+def _dkdv_tile(
+    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+    q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
+    q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
+    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
+    STORE_DS: tl.constexpr, BLOCK_M: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """Query tile ``i`` of ``G · tiles``: query head ``i // tiles`` of this key head."""
+    if GROUPED:
+        group = i // tiles
+        bh = head + group
+        start = (first_tile + i - group * tiles) * BLOCK_M
+        if MASK != 0:
+            mask_ptr += group.to(tl.int64) * stride_mh
+    else:
+        bh = head
+        start = (first_tile + i) * BLOCK_M
+    offs_m = start + tl.arange(0, BLOCK_M)
+    token = bh * T_queries + q_base + start
+    row = bh.to(tl.int64) * T_queries + q_base
+    column = (q_slot + start // 128) * 128 + start % 128
+    inside = offs_m < Tq
+    q = q_desc.load([token, 0])
+    do = do_desc.load([token, 0])
+    s = tl.dot(k, q.T)
+    dp = tl.dot(v, do.T)
+    lse2 = tl.load(lse2_ptr + row + offs_m, mask=inside, other=float("inf"))
+    shifted = tl.load(shifted_ptr + row + offs_m, mask=inside, other=0.0)
+    if TILE:
+        slot = bh * slots_q + q_slot + start // 128
+        q_tile = tl.load(q_descale_ptr + slot)
+        do_tile = tl.load(do_descale_ptr + slot)
+        f = k_row * q_tile
+        g = v_row * do_tile
+    else:
+        q_column = tl.load(q_descale_ptr + row + offs_m, mask=inside, other=1.0)
+        do_column = tl.load(do_descale_ptr + row + offs_m, mask=inside, other=1.0)
+        f = k_row[:, None] * q_column[None, :]
+        g = v_row[:, None] * do_column[None, :]
+    if SOFTCAP:
+        t = tanh(s * (f * (softmax_scale / softcap)))
+        p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
+    elif TILE:
+        p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[None, :])
+    else:
+        p = tl.exp2((s * f) * (softmax_scale * LOG2E) - lse2[None, :])
+    ds = p * (dp * g - shifted[None, :])
+    if MASKED:
+        seen = visible(
+            offs_m[None, :], offs_n[:, None], Tq, Tk, offset, window, mask_ptr, stride_mq,
+            stride_mk, CAUSAL, WINDOW, MASK,
+        )  # fmt: skip
+        p = tl.where(seen, p, 0.0)
+        ds = tl.where(seen, ds, 0.0)
+    if STORE_DS:
+        at = (row + offs_m.to(tl.int64))[None, :] * T_keys + k_base + offs_n[:, None]
+        tl.store(ds_ptr + at, ds, mask=inside[None, :] & (offs_n < Tk)[:, None])
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    # Rows of dO that are zero add nothing to dV and must not raise a descale of P: their lse2 is
+    # +inf, so P is already 0, unless a gradient of lse needs it.
+    if TILE:
+        p_out = nan_to_zero(do_tile)
+        s_out = nan_to_zero(q_tile)
+        if DLSE:
+            fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
+            p = tl.where((fold == 0.0)[None, :], 0.0, p)
+    else:
+        fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
+        p = p * nan_to_zero(fold)[None, :]
+        q_fold = tl.load(q_fold_ptr + row + offs_m, mask=inside, other=0.0)
+        ds = ds * nan_to_zero(q_fold)[None, :]
+    e = pow2_exponent(tl.max(p, 1))
+    cast = cast_e4m3(p * inverse_exp2_int(e)[:, None], SOFT_CAST)
+    back = exp2_int(e)
+    if TILE:
+        back = back * p_out
+    do_t = dot_desc.load([bh * D_padded_v, column])
+    dv += tl.dot(regroup_rows(cast), do_t.T) * back[:, None]
+    e = pow2_exponent(tl.max(tl.abs(ds), 1))
+    cast = cast_e4m3(ds * inverse_exp2_int(e)[:, None], SOFT_CAST)
+    back = exp2_int(e)
+    if TILE:
+        back = back * s_out
+    q_t = qt_desc.load([bh * D_padded, column])
+    dk += tl.dot(regroup_rows(cast), q_t.T) * back[:, None]
+    return dk, dv
+
+
+@triton.jit
+def _attention_bwd_dkdv_kernel(
+    q_desc, do_desc, qt_desc, dot_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse2_ptr, shifted_ptr,
+    q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
+    mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
+    Hkv, G, Tq, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
+    mask_heads, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
+    stride_mh, stride_mq, stride_mk,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    STORE_DS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)  # the first keys have the most causal rows
+    bh = tl.program_id(1)
+    b = bh // Hkv
+    h = bh % Hkv
+    head = b * (Hkv * G) + h * G
+    segment, k_base, k_len, k_slot, first = own_segment(
+        tile, Tk, cu_k_ptr, segment_k_ptr, BLOCK_N, PACKED
+    )
+    if first >= k_len:
+        return
+    q_base, q_len, q_slot = segment_of(segment, Tq, cu_q_ptr, PACKED)
+    offset = k_len - q_len
+    if MASK != 0:
+        mask_ptr += b.to(tl.int64) * stride_mb + (h * G).to(tl.int64) * stride_mh
+        if MASK == COMPACT_MASK:
+            offset = tl.load(mask_ptr + 2 * Tk)
+        bounds_ptr += ((b * mask_heads + h % mask_heads) * slots_k + first // 128) * 2
+    lo, full_lo, full_hi, hi = query_tiles(
+        first, q_len, k_len, offset, window, bounds_ptr, CAUSAL, WINDOW, MASK, BLOCK_M, BLOCK_N
+    )
+    offs_n = first + tl.arange(0, BLOCK_N)
+    keys = offs_n < k_len
+    token = bh * Tk + k_base + first
+    k = k_desc.load([token, 0])
+    v = v_desc.load([token, 0])
+    if TILE:
+        k_row = tl.load(k_descale_ptr + bh * slots_k + k_slot + first // 128)
+        v_row = tl.load(v_descale_ptr + bh * slots_k + k_slot + first // 128)
+    else:
+        at = bh.to(tl.int64) * Tk + k_base + offs_n
+        k_row = tl.load(k_descale_ptr + at, mask=keys, other=1.0)
+        v_row = tl.load(v_descale_ptr + at, mask=keys, other=1.0)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for i in tl.range(0, G * (full_lo - lo), num_stages=STAGES):
+        dk, dv = _dkdv_tile(
+            i, full_lo - lo, lo, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
+            q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v, slots_q, offset, window,
+            mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, Tk, k_base,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, BLOCK_M, SOFT_CAST,
+        )  # fmt: skip
+    if MASK == 0:
+        for i in tl.range(0, G * (full_hi - full_lo), num_stages=STAGES):
+            dk, dv = _dkdv_tile(
+                i, full_hi - full_lo, full_lo, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc,
+                dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
+                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
+                slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
+                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
+                False, STORE_DS, BLOCK_M, SOFT_CAST,
+            )  # fmt: skip
+        # The ragged end, and the far side of a window.
+        for i in tl.range(0, G * (hi - full_hi), num_stages=STAGES):
+            dk, dv = _dkdv_tile(
+                i, hi - full_hi, full_hi, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc,
+                dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
+                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
+                slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
+                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
+                True, STORE_DS, BLOCK_M, SOFT_CAST,
+            )  # fmt: skip
+    offs_d = tl.arange(0, BLOCK_D)
+    dk_ptr += b.to(tl.int64) * stride_dkb + h.to(tl.int64) * stride_dkh
+    at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dkt + offs_d[None, :]
+    out = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
+    tl.store(dk_ptr + at, out, mask=keys[:, None] & (offs_d < D)[None, :])
+    offs_d = tl.arange(0, BLOCK_DV)
+    dv_ptr += b.to(tl.int64) * stride_dvb + h.to(tl.int64) * stride_dvh
+    at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dvt + offs_d[None, :]
+    tl.store(
+        dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=keys[:, None] & (offs_d < Dv)[None, :]
+    )

@@ -1,0 +1,229 @@
+r"""FP8 attention backward by query rows: the matched δ, and dQ.
+
+.. math::
+    \delta_i = \sum_j P_{ij} dP_{ij} \Big/ \Big(\sum_j P_{ij} + P_{sink,i}\Big), \quad
+    dS = P \circ (dP - \delta), \quad dQ = \widehat{dS}\, \hat K
+
+The δ pass and the dQ pass are one kernel with a switch: both recompute P and dP by the same
+instructions from the same FP8 operands, which is what makes δ match. dS is cast with a power of two
+per query row × key tile, which leaves the product. Reference: ``reference.attention_bwd``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
+from hf_deltamatch.kernels.casts import (
+    cast_e4m3,
+    exp2_int,
+    inverse_exp2_int,
+    nan_to_zero,
+    pow2_exponent,
+    regroup_rows,
+)
+from hf_deltamatch.kernels.geometry import (
+    COMPACT_MASK,
+    key_tiles,
+    own_segment,
+    segment_of,
+    visible,
+)
+
+
+@triton.jit
+def _dq_tile(
+    n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
+    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PROJECT: tl.constexpr,
+    ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One key tile. ``sum_a, sum_b``: ΣP·dP and ΣP for δ; for dQ the row sums ΣdS and Σ|dS| (FP64) if
+    they are asked for. ``leak``: what the cast of dS adds to its row sums."""
+    start = n * BLOCK_N
+    offs_n = start + tl.arange(0, BLOCK_N)
+    k = k_desc.load([k_row + start, 0])
+    v = v_desc.load([k_row + start, 0])
+    s = tl.dot(q, k.T)
+    dp = tl.dot(do, v.T)
+    if TILE:
+        k_tile = tl.load(k_descale_ptr + start // 128)
+        f = q_row * k_tile
+        g = do_row * tl.load(v_descale_ptr + start // 128)
+    else:
+        inside = offs_n < Tk
+        f = q_row[:, None] * tl.load(k_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
+        g = do_row[:, None] * tl.load(v_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
+    if SOFTCAP:
+        t = tanh(s * (f * (softmax_scale / softcap)))
+        p = tl.exp2(t * (softcap * LOG2E) - lse2[:, None])
+    elif TILE:
+        p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[:, None])
+    else:
+        p = tl.exp2((s * f) * (softmax_scale * LOG2E) - lse2[:, None])
+    dp = dp * g
+    if MASKED:
+        seen = visible(
+            offs_m[:, None], offs_n[None, :], Tq, Tk, offset, window, mask_ptr, stride_mq,
+            stride_mk, CAUSAL, WINDOW, MASK,
+        )  # fmt: skip
+        p = tl.where(seen, p, 0.0)
+        dp = tl.where(seen, dp, 0.0)
+    if DELTA:
+        sum_a += tl.sum(p * dp, 1)
+        sum_b += tl.sum(p, 1)
+    else:
+        ds = p * (dp - shifted[:, None])
+        if MASKED:
+            ds = tl.where(seen, ds, 0.0)
+        if ROW_SUMS:
+            sum_a += tl.sum(ds.to(tl.float64), 1)
+            sum_b += tl.sum(tl.abs(ds.to(tl.float64)), 1)
+        if STORE_DS:
+            at = offs_m.to(tl.int64)[:, None] * T_keys + k_base + offs_n[None, :]
+            tl.store(ds_ptr + at, ds, mask=(offs_m < Tq)[:, None] & (offs_n < Tk)[None, :])
+        if SOFTCAP:
+            ds = ds * (1.0 - t * t)
+        if TILE:
+            out = nan_to_zero(k_tile)
+            folded = ds
+        else:
+            fold = nan_to_zero(tl.load(k_fold_ptr + offs_n, mask=offs_n < Tk, other=0.0))
+            folded = ds * fold[None, :]
+        e = pow2_exponent(tl.max(tl.abs(folded), 1))
+        cast = cast_e4m3(folded * inverse_exp2_int(e)[:, None], SOFT_CAST)
+        back = exp2_int(e)
+        if PROJECT:
+            rounded = cast.to(tl.float32) * back[:, None]
+            if not TILE:
+                # Zero keys were left out of the cast; nothing leaks along them.
+                rounded = tl.where(fold == 0, ds, rounded / tl.where(fold == 0, 1.0, fold)[None, :])
+            leak += tl.sum(rounded - ds, 1)
+        if TILE:
+            back = back * out
+        kt = kt_desc.load([kt_row, (k_slot + start // 128) * 128 + start % 128])
+        acc += tl.dot(regroup_rows(cast), kt.T) * back[:, None]
+    return acc, sum_a, sum_b, leak
+
+
+@triton.jit
+def _attention_bwd_dq_kernel(
+    q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
+    q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, k_fold_ptr, sinks_ptr,
+    mean_key_ptr, ds_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
+    Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale, softcap, window,
+    mask_heads, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh, stride_mq, stride_mk,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    DELTA: tl.constexpr, PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
+    bh = tl.program_id(1)
+    b = bh // Hq
+    h = bh % Hq
+    kv = b * (Hq // G) + h // G
+    segment, q_base, q_len, q_slot, first = own_segment(
+        tile, Tq, cu_q_ptr, segment_q_ptr, BLOCK_M, PACKED
+    )
+    if first >= q_len:
+        return
+    k_base, k_len, k_slot = segment_of(segment, Tk, cu_k_ptr, PACKED)
+    offset = k_len - q_len
+    if MASK != 0:
+        mask_ptr += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+        if MASK == COMPACT_MASK:
+            offset = tl.load(mask_ptr + 2 * Tk)
+        bounds_ptr += ((b * mask_heads + h % mask_heads) * slots_q + first // 128) * 2
+    lo, full_lo, full_hi, hi = key_tiles(
+        first, q_len, k_len, offset, window, bounds_ptr, CAUSAL, WINDOW, MASK, BLOCK_M, BLOCK_N
+    )
+    offs_m = first + tl.arange(0, BLOCK_M)
+    rows = offs_m < q_len
+    row = bh.to(tl.int64) * Tq + q_base
+    q = q_desc.load([bh * Tq + q_base + first, 0])
+    do = do_desc.load([bh * Tq + q_base + first, 0])
+    if TILE:
+        q_row = tl.load(q_descale_ptr + bh * slots_q + q_slot + first // 128)
+        do_row = tl.load(do_descale_ptr + bh * slots_q + q_slot + first // 128)
+        k_descale_ptr += kv * slots_k + k_slot
+        v_descale_ptr += kv * slots_k + k_slot
+    else:
+        q_row = tl.load(q_descale_ptr + row + offs_m, mask=rows, other=1.0)
+        do_row = tl.load(do_descale_ptr + row + offs_m, mask=rows, other=1.0)
+        k_descale_ptr += kv.to(tl.int64) * Tk + k_base
+        v_descale_ptr += kv.to(tl.int64) * Tk + k_base
+        k_fold_ptr += kv.to(tl.int64) * Tk + k_base
+    lse2 = tl.load(lse2_ptr + row + offs_m, mask=rows, other=float("inf"))
+    k_row = kv * Tk + k_base
+    kt_row = kv * D_padded
+    if STORE_DS:
+        ds_ptr += row * Tk
+    if DELTA:
+        shifted = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, 1], tl.float32)
+    else:
+        shifted = tl.load(shifted_ptr + row + offs_m, mask=rows, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    SUMS: tl.constexpr = tl.float64 if ROW_SUMS else tl.float32
+    sum_a = tl.zeros([BLOCK_M], SUMS)
+    sum_b = tl.zeros([BLOCK_M], SUMS)
+    leak = tl.zeros([BLOCK_M], tl.float32)
+    for i in tl.range(0, hi - full_hi, num_stages=STAGES):
+        acc, sum_a, sum_b, leak = _dq_tile(
+            hi - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc,
+            kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, q_len,
+            k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr,
+            Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA, PROJECT, ROW_SUMS,
+            STORE_DS, BLOCK_N, SOFT_CAST,
+        )  # fmt: skip
+    if MASK == 0:
+        for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
+            acc, sum_a, sum_b, leak = _dq_tile(
+                full_hi - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc,
+                v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
+                offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
+                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, False, DELTA,
+                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST,
+            )  # fmt: skip
+    if WINDOW:
+        for i in tl.range(0, full_lo - lo, num_stages=STAGES):
+            acc, sum_a, sum_b, leak = _dq_tile(
+                full_lo - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc,
+                v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
+                offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
+                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA,
+                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST,
+            )  # fmt: skip
+    if DELTA:
+        if SINKS:
+            sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+            sum_b += tl.exp2(sink - lse2)
+        delta = sum_a / tl.where(sum_b == 0.0, 1.0, sum_b)
+        tl.store(delta_ptr + row + offs_m, delta, mask=rows)
+        if DLSE:
+            delta = delta - tl.load(dlse_ptr + row + offs_m, mask=rows, other=0.0)
+            # A row that sees nothing has no gradient, whatever comes down to its lse.
+            delta = tl.where(lse2 == float("inf"), 0.0, delta)
+        tl.store(shifted_ptr + row + offs_m, delta, mask=rows)
+    else:
+        offs_d = tl.arange(0, BLOCK_D)
+        if PROJECT:
+            mean_key_ptr += (kv * segments + segment) * D
+            mean = tl.load(mean_key_ptr + offs_d, mask=offs_d < D, other=0.0)
+            acc -= leak[:, None] * mean[None, :]
+        if ROW_SUMS:
+            total = (tl.num_programs(1) * Tq).to(tl.int64)
+            tl.store(row_sum_ptr + row + offs_m, sum_a, mask=rows)
+            tl.store(row_sum_ptr + total + row + offs_m, sum_b, mask=rows)
+        out = acc * softmax_scale
+        dq_ptr += b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
+        at = (q_base + offs_m).to(tl.int64)[:, None] * stride_dqt + offs_d[None, :]
+        tl.store(
+            dq_ptr + at, out.to(dq_ptr.dtype.element_ty),
+            mask=rows[:, None] & (offs_d < D)[None, :],
+        )  # fmt: skip

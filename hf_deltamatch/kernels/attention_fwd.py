@@ -1,0 +1,201 @@
+r"""FP8 attention forward: ``O = P V / l`` with an online softmax over key tiles, newest first.
+
+.. math::  S = \hat Q \hat K^T, \quad \hat P = cast(2^8\, e^{S - m}), \quad O = \hat P \hat V / l
+
+``m`` is the running maximum, ``l`` sums the unquantised exponentials. Both products read FP8 and
+leave FP32; each tile's P V is added to the accumulator in FP32 registers, so the tensor cores'
+short accumulators never see a long contraction. Reference: ``reference.attention`` with
+``block_n = BLOCK_N`` and descending order.
+
+``TILE``: one descale per 128 tokens, applied to the result of a product. Otherwise one per token;
+that of V rides in the exponent of P under a running maximum of its own (``r``, relative to m).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_deltamatch.kernels.casts import cast_e4m3, regroup_rows
+from hf_deltamatch.kernels.geometry import (
+    COMPACT_MASK,
+    key_tiles,
+    own_segment,
+    segment_of,
+    visible,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """By exp2; absolute error about 1e-7, which is all that logits need."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def positive(c):
+    """A factor of logits, kept above zero so that −inf · c stays −inf; NaN stays NaN."""
+    return tl.where(c == 0.0, 1.1754943508222875e-38, c)
+
+
+@triton.jit
+def _fwd_tile(
+    n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
+    offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One key tile of the online softmax."""
+    start = n * BLOCK_N
+    offs_n = start + tl.arange(0, BLOCK_N)
+    k = k_desc.load([k_row + start, 0])
+    s = tl.dot(q, k.T)
+    if TILE:
+        f = q_row * tl.load(k_descale_ptr + start // 128)
+        v_tile = tl.load(v_descale_ptr + start // 128)
+    else:
+        column = tl.load(k_descale_ptr + offs_n, mask=offs_n < Tk, other=1.0)
+        f = q_row[:, None] * column[None, :]
+        fold = tl.load(v_descale_ptr + offs_n, mask=offs_n < Tk, other=0.0)
+    if SOFTCAP:
+        s = tanh(s * (f * (softmax_scale / softcap)))
+        c = softcap * LOG2E
+    elif TILE:
+        c = positive(f * (softmax_scale * LOG2E))
+    else:
+        s = s * f
+        c = softmax_scale * LOG2E
+    if MASKED:
+        seen = visible(
+            offs_m[:, None], offs_n[None, :], Tq, Tk, offset, window, mask_ptr, stride_mq,
+            stride_mk, CAUSAL, WINDOW, MASK,
+        )  # fmt: skip
+        s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
+    # A row that has seen nothing yet has no maximum; 0 stands in and P = 0 whatever it is.
+    top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - top)
+    vt = vt_desc.load([vt_row, (k_slot + start // 128) * 128 + start % 128])
+    if TILE:
+        p = tl.exp2(s * c - (top - 8.0)[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        part = tl.dot(regroup_rows(cast_e4m3(p, SOFT_CAST)), vt.T) * v_tile
+        if MASKED:
+            # A poisoned tile of V must not reach rows that see none of it.
+            part = tl.where((tl.max(s, 1) > float("-inf"))[:, None] | (part == part), part, 0.0)
+        acc = acc * alpha[:, None] + part
+    else:
+        x = s * c - top[:, None]
+        l = l * alpha + tl.sum(tl.exp2(x), 1)
+        x = x + tl.log2(fold)[None, :]
+        if MASKED:
+            x = tl.where(seen, x, float("-inf"))
+        r_new = tl.maximum(r + (m - top), tl.max(x, 1))
+        r_top = tl.where(r_new == float("-inf"), 0.0, r_new)
+        p = tl.exp2(x - (r_top - 8.0)[:, None])
+        part = tl.dot(regroup_rows(cast_e4m3(p, SOFT_CAST)), vt.T)
+        acc = acc * tl.exp2(r + (m - top) - r_top)[:, None] + part
+        r = r_new
+    return m_new, l, r, acc
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q_desc, k_desc, vt_desc, o_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
+    sinks_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
+    Hq, G, Tq, Tk, Dv, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window, mask_heads,
+    stride_ob, stride_oh, stride_ot, stride_mb, stride_mh, stride_mq, stride_mk,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
+    bh = tl.program_id(1)
+    b = bh // Hq
+    h = bh % Hq
+    kv = b * (Hq // G) + h // G
+    segment, q_base, q_len, q_slot, first = own_segment(
+        tile, Tq, cu_q_ptr, segment_q_ptr, BLOCK_M, PACKED
+    )
+    if first >= q_len:
+        return
+    k_base, k_len, k_slot = segment_of(segment, Tk, cu_k_ptr, PACKED)
+    offset = k_len - q_len
+    if MASK != 0:
+        mask_ptr += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+        if MASK == COMPACT_MASK:
+            offset = tl.load(mask_ptr + 2 * Tk)
+        bounds_ptr += ((b * mask_heads + h % mask_heads) * slots_q + first // 128) * 2
+    lo, full_lo, full_hi, hi = key_tiles(
+        first, q_len, k_len, offset, window, bounds_ptr, CAUSAL, WINDOW, MASK, BLOCK_M, BLOCK_N
+    )
+    offs_m = first + tl.arange(0, BLOCK_M)
+    q = q_desc.load([bh * Tq + q_base + first, 0])
+    if TILE:
+        q_row = tl.load(q_descale_ptr + bh * slots_q + q_slot + first // 128)
+        k_descale_ptr += kv * slots_k + k_slot
+        v_descale_ptr += kv * slots_k + k_slot
+    else:
+        q_row = tl.load(
+            q_descale_ptr + bh.to(tl.int64) * Tq + q_base + offs_m, mask=offs_m < q_len, other=1.0
+        )
+        k_descale_ptr += kv.to(tl.int64) * Tk + k_base
+        v_descale_ptr += kv.to(tl.int64) * Tk + k_base
+    k_row = kv * Tk + k_base
+    vt_row = kv * D_padded_v
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    r = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for i in tl.range(0, hi - full_hi, num_stages=STAGES):
+        m, l, r, acc = _fwd_tile(
+            hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr,
+            k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
+            stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, BLOCK_N,
+            SOFT_CAST,
+        )  # fmt: skip
+    if MASK == 0:
+        for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
+            m, l, r, acc = _fwd_tile(
+                full_hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
+                v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
+                mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
+                SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST,
+            )  # fmt: skip
+    if WINDOW:
+        for i in tl.range(0, full_lo - lo, num_stages=STAGES):
+            m, l, r, acc = _fwd_tile(
+                full_lo - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
+                v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
+                mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
+                SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST,
+            )  # fmt: skip
+    if TILE:
+        l = l * 0.00390625  # 2⁻⁸, which P carries
+        acc = acc * 0.00390625
+    else:
+        acc = acc * tl.exp2(tl.where(r == float("-inf"), 0.0, r) - 8.0)[:, None]
+    seen = (l > 0.0) | (l != l)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    if SINKS:
+        sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        acc = acc * shrink[:, None]
+        l = l * shrink + tl.exp2(sink - top)
+        m = top
+    # A row that sees nothing: O = 0 and lse = −inf.
+    safe = tl.where(seen, l, 1.0)
+    out = tl.where(seen[:, None], acc / safe[:, None], 0.0)
+    lse = tl.where(seen, (m + tl.log2(safe)) * LN2, float("-inf"))
+    rows = offs_m < q_len
+    tl.store(lse_ptr + bh.to(tl.int64) * Tq + q_base + offs_m, lse, mask=rows)
+    offs_d = tl.arange(0, BLOCK_DV)
+    o_ptr += b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+    at = (q_base + offs_m).to(tl.int64)[:, None] * stride_ot + offs_d[None, :]
+    tl.store(
+        o_ptr + at, out.to(o_ptr.dtype.element_ty), mask=rows[:, None] & (offs_d < Dv)[None, :]
+    )

@@ -1,0 +1,106 @@
+"""Casts to FP8 and power-of-two descales, inside kernels.
+
+``SOFT_CAST`` replaces the hardware conversion by integer arithmetic that gives the same bits (round
+to nearest even, subnormals included): Triton's interpreter rounds FP8 wrongly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cast_e4m3(x, SOFT_CAST: tl.constexpr):
+    """FP32 with ``|x| <= 448`` to E4M3; NaN stays NaN."""
+    if SOFT_CAST:
+        return _soft_cast(x, 3, -6, 0x7F).to(tl.float8e4nv, bitcast=True)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def cast_fp8(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """FP32, clamped to the largest finite value of the format, to E4M3 or E5M2."""
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    if E5M2:
+        if SOFT_CAST:
+            return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)
+        return x.to(tl.float8e5)
+    return cast_e4m3(x, SOFT_CAST)
+
+
+@triton.jit
+def _soft_cast(x, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, NAN_CODE: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # Normal: rebias, then round to nearest even by adding half less one plus the last kept bit.
+    rebias: tl.constexpr = (126 + MIN_EXPONENT) << 23
+    half: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    normal = (magnitude - rebias + half + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    # Subnormal: the FP32 addition of a number whose last bit is the smallest subnormal rounds.
+    magic_exponent: tl.constexpr = (127 + MIN_EXPONENT - MANTISSA + 23) << 23
+    magic = tl.full(x.shape, magic_exponent, tl.int32).to(tl.float32, bitcast=True)
+    tiny = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
+    tiny = tiny - magic_exponent
+    smallest_normal: tl.constexpr = (127 + MIN_EXPONENT) << 23
+    code = tl.where(magnitude >= smallest_normal, normal, tiny)
+    code = tl.where(magnitude > 0x7F800000, NAN_CODE, code)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def pow2_exponent(amax):
+    """Biased exponent of the smallest power of two with ``amax / 2**(e − 127) <= 448``; at least 1
+    (2⁻¹²⁶), and 127 where amax is 0. Read off the bits, see ``reference.quantize.pow2_descale``."""
+    return biased_exponent(amax, 8)
+
+
+@triton.jit
+def biased_exponent(amax, MAX_EXPONENT: tl.constexpr):
+    bits = amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    e = (bits >> 23) - MAX_EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    e = tl.where(e < 1, 1, e)
+    return tl.where(bits == 0, 127, e)
+
+
+@triton.jit
+def exp2_int(e):
+    """``2**(e − 127)`` for a biased exponent in [1, 254]."""
+    return (e << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_exp2_int(e):
+    """``2**(127 − e)`` for a biased exponent in [1, 253]."""
+    return ((254 - e) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def regroup_rows(x):
+    """Columns of ``x [M, N]`` reordered inside chunks of 16: ``8h + 2t + e`` goes to ``4t + 2h + e``.
+
+    A thread then holds, in the accumulator layout of the tensor cores, just the four neighbours
+    that an FP8 operand packs into one register, so P and dS turn from result to operand without a
+    shuffle. The transposed copies of Q, K, V, dO are stored in the same order.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [M, N // 16, 2, 4, 2])
+    x = tl.permute(x, (0, 1, 3, 2, 4))
+    return tl.reshape(x, [M, N])
+
+
+@triton.jit
+def nan_to_zero(x):
+    return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
+def round_bf16(x):
+    """FP32 rounded to BF16 (nearest even) and back; by its bits, as the interpreter truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)

@@ -1,0 +1,164 @@
+"""Where a tile lies: packed segments, visibility, and the range of tiles worth visiting.
+
+Tokens are counted from the start of their segment; without ``cu_seqlens`` there is one segment.
+Descales and transposed copies are addressed by *slots* of 128 tokens; segment s owns the slots from
+``cu[s] // 128 + s`` on, so that every segment starts on a slot of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_MASK = tl.constexpr(0)
+COMPACT_MASK = tl.constexpr(1)
+BOOL_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def own_segment(tile, T, cu_ptr, segment_ptr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Segment of a tile of BLOCK tokens: its index, first token, length, first slot, and the tile's
+    first token inside it (at or past the length if the tile is empty)."""
+    if PACKED:
+        segment = tl.load(segment_ptr + tile * BLOCK // 128)
+        base, length, slot = segment_of(segment, T, cu_ptr, True)
+        first = tile * BLOCK - slot * 128
+    else:
+        segment = 0
+        base = 0
+        length = T
+        slot = 0
+        first = tile * BLOCK
+    return segment, base, length, slot, first
+
+
+@triton.jit
+def segment_of(segment, T, cu_ptr, PACKED: tl.constexpr):
+    """First token, length and first slot of a segment."""
+    if PACKED:
+        base = tl.load(cu_ptr + segment)
+        length = tl.load(cu_ptr + segment + 1) - base
+        slot = base // 128 + segment
+    else:
+        base = 0
+        length = T
+        slot = 0
+    return base, length, slot
+
+
+@triton.jit
+def visible(
+    query, key, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """True where a query sees a key; ``query`` and ``key`` are int32 and broadcast together.
+
+    ``mask_ptr`` points at the batch (and head) in question; a compact mask is ``[3, 1, Tk]``.
+    """
+    out = (key < Tk) & (query < Tq)
+    at = query + offset
+    if MASK == COMPACT_MASK:
+        position = tl.load(mask_ptr + key, mask=key < Tk, other=-1)
+        reach = tl.load(mask_ptr + Tk + key, mask=key < Tk, other=0)
+        return out & (position >= 0) & (position <= at) & (at - position < reach)
+    if CAUSAL:
+        out = out & (key <= at)
+    if WINDOW:
+        out = out & (at - key < window)
+    if MASK == BOOL_MASK:
+        where = query.to(tl.int64) * stride_mq + key.to(tl.int64) * stride_mk
+        out = out & (tl.load(mask_ptr + where, mask=out, other=0) != 0)
+    return out
+
+
+@triton.jit
+def key_tiles(
+    first, Tq, Tk, offset, window, bounds_ptr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key tiles that queries ``first … first + BLOCK_M − 1`` visit: ``lo, full_lo, full_hi, hi`` in
+    tiles. Tiles of ``[full_lo, full_hi)`` are visible throughout; the rest need a mask."""
+    if MASK != NO_MASK:
+        lo = tl.load(bounds_ptr) // BLOCK_N
+        hi = (tl.load(bounds_ptr + 1) + BLOCK_N - 1) // BLOCK_N
+        return lo, lo, lo, hi
+    lo = 0
+    full_lo = 0
+    last = tl.minimum(first + BLOCK_M, Tq) - 1
+    end = Tk
+    full_hi = Tk // BLOCK_N
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(Tk, last + offset + 1), 0)
+        full_hi = tl.minimum(full_hi, tl.maximum(first + offset + 1, 0) // BLOCK_N)
+    hi = (end + BLOCK_N - 1) // BLOCK_N
+    if WINDOW:
+        lo = tl.maximum(first + offset - window + 1, 0) // BLOCK_N
+        full_lo = (tl.maximum(last + offset - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    lo = tl.minimum(lo, hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), full_hi)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def query_tiles(
+    first, Tq, Tk, offset, window, bounds_ptr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Query tiles that keys ``first … first + BLOCK_N − 1`` visit, as :func:`key_tiles`."""
+    if MASK != NO_MASK:
+        lo = tl.load(bounds_ptr) // BLOCK_M
+        hi = (tl.load(bounds_ptr + 1) + BLOCK_M - 1) // BLOCK_M
+        return lo, hi, hi, hi
+    lo = 0
+    full_lo = 0
+    end = Tq
+    full_hi = Tq // BLOCK_M
+    last = tl.minimum(first + BLOCK_N, Tk) - 1
+    if CAUSAL:
+        lo = tl.maximum(first - offset, 0) // BLOCK_M
+        full_lo = (tl.maximum(last - offset, 0) + BLOCK_M - 1) // BLOCK_M
+    if WINDOW:
+        end = tl.minimum(Tq, tl.maximum(last + window - offset, 0))
+        full_hi = tl.minimum(full_hi, tl.maximum(first + window - offset, 0) // BLOCK_M)
+    hi = (end + BLOCK_M - 1) // BLOCK_M
+    lo = tl.minimum(lo, hi)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def _bounds_kernel(
+    mask_ptr, bounds_ptr, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq, stride_mk,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BY_KEY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First and one past the last token of the other axis that a tile of BLOCK tokens sees."""
+    tile = tl.program_id(0)
+    bh = tl.program_id(1)
+    mask_ptr += (bh // mask_heads).to(tl.int64) * stride_mb
+    mask_ptr += (bh % mask_heads).to(tl.int64) * stride_mh
+    offset = Tk - Tq
+    if MASK == COMPACT_MASK:
+        offset = tl.load(mask_ptr + 2 * Tk)
+    own = tile * BLOCK + tl.arange(0, BLOCK)
+    T_other = Tq if BY_KEY else Tk
+    lo = T_other
+    hi = 0
+    for start in range(0, T_other, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        query = other[:, None] if BY_KEY else own[:, None]
+        key = own[None, :] if BY_KEY else other[None, :]
+        seen = visible(
+            query, key, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk,
+            CAUSAL, WINDOW, MASK,
+        )  # fmt: skip
+        at = query if BY_KEY else key
+        lo = tl.minimum(lo, tl.min(tl.min(tl.where(seen, at, T_other), 1), 0))
+        hi = tl.maximum(hi, tl.max(tl.max(tl.where(seen, at + 1, 0), 1), 0))
+    at = bounds_ptr + (bh * tl.num_programs(0) + tile) * 2
+    tl.store(at, tl.minimum(lo, hi))
+    tl.store(at + 1, hi)

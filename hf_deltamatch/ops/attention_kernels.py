@@ -1,0 +1,97 @@
+"""The attention ops through the kernels: what a mask means for the quantisers, and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_deltamatch.kernels import attention as kernels
+from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts
+from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.visibility import Visibility
+
+
+def problem(
+    q_shape: tuple[int, int, int, int],
+    k_shape: tuple[int, int, int, int],
+    Dv: int,
+    device: torch.device,
+    *,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    softmax_scale: float,
+    softcap: float | None,
+    recipe: AttentionRecipe,
+) -> Problem:
+    """One call in the words of the kernels."""
+    B, Hq, Tq, D = q_shape
+    _, Hkv, Tk, _ = k_shape
+    facts = TokenFacts()
+    if mask is not None:
+        vis = Visibility(
+            (B, Hq, Hkv, Tq, Tk), is_causal=is_causal, window=window, mask=mask, device=device
+        )
+        facts = TokenFacts(
+            _state(vis.key_hidden, None),
+            _state(vis.query_hidden, vis.query_counted),
+            vis.key_cuts,
+            vis.query_cuts,
+        )
+    return Problem(
+        B=B, Hq=Hq, Hkv=Hkv, Tq=Tq, Tk=Tk, D=D, Dv=Dv, mask=mask, facts=facts, sinks=sinks,
+        cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, is_causal=is_causal, window=window,
+        softmax_scale=softmax_scale, softcap=softcap, recipe=recipe, device=device,
+    )  # fmt: skip
+
+
+def _state(hidden: Tensor | None, counted: Tensor | None) -> Tensor | None:
+    """Codes of ``kernels.quantize``: 1 hidden, 2 left out of the amax."""
+    if hidden is None:
+        return None
+    state = hidden.to(torch.uint8)
+    if counted is not None:
+        state = torch.where(hidden | counted, state, 2).to(torch.uint8)
+    return state
+
+
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, **options) -> kernels.Forward:
+    """Arguments as :func:`hf_deltamatch.reference.attention_fwd`."""
+    return kernels.attention_fwd(
+        q, k, v, problem(q.shape, k.shape, v.shape[-1], q.device, **options)
+    )
+
+
+def attention_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    fwd: tuple[Tensor, ...],
+    *,
+    parts_hook: Callable[[tuple[float, float]], None] | None = None,
+    **options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``dq, dk, dv, dsinks, delta``; ``parts_hook`` gets Σ|row sum| and Σ|dS|, sink included."""
+    fwd = kernels.Forward(*fwd)
+    x = problem(fwd.q_fp8.shape, fwd.k_fp8.shape, do.shape[-1], do.device, **options)
+    out = kernels.attention_bwd(do, dlse, fwd, x, row_sums=parts_hook is not None)
+    if parts_hook is not None:
+        ds_sink = None
+        if x.sinks is not None:
+            shifted = out.delta if dlse is None else out.delta - dlse
+            alive = fwd.lse != -torch.inf
+            p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - fwd.lse), 0.0)
+            ds_sink = -(p * torch.where(alive, shifted, 0.0)).double()
+        parts_hook(_parts(out.row_sums, ds_sink))
+    return tuple(out[:5])
+
+
+def _parts(row_sums: Tensor, ds_sink: Tensor | None) -> tuple[float, float]:
+    rows, magnitude = row_sums
+    if ds_sink is not None:
+        rows, magnitude = rows + ds_sink, magnitude + ds_sink.abs()
+    return rows.abs().sum().item(), magnitude.sum().item()
