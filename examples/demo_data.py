@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 HELD_OUT_EVERY = 10
 CONTEXT, CONTINUATION, CHOICES = 160, 40, 4  # characters, characters, candidates
+MIN_CHARS = 4 * (CONTEXT + CONTINUATION)
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
@@ -24,44 +25,63 @@ def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
 
 
-def load_corpus(name: str | None, text_column: str, limit_chars: int) -> tuple[Dataset, Dataset]:
-    """Training and held-out documents, column ``text``, at most ``limit_chars`` for training.
+def load_corpus(name: str | None, text_column: str, limit_chars: int) -> tuple[list, list]:
+    """Training and held-out texts, at most ``limit_chars`` (and one text) for training.
 
     ``name`` is a hub name, or a local file or folder that ``datasets`` can read.
     """
-    if name is None:
-        documents = Dataset.from_dict({"text": _standard_library()})
-    else:
-        documents = _load(name)
-        if text_column not in documents.column_names:
-            raise SystemExit(
-                f"--dataset {name}: no column {text_column!r}; columns are "
-                f"{', '.join(documents.column_names)}. Choose one with --text-column."
-            )
-        documents = documents.select_columns([text_column]).rename_column(text_column, "text")
-    held = [i for i in range(len(documents)) if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
+    texts = _standard_library() if name is None else _read(name, text_column, 2 * limit_chars)
+    held = [t for i, t in enumerate(texts) if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     train, chars = [], 0
-    for i in range(len(documents)):
+    for i, text in enumerate(texts):
         if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1 and chars < limit_chars:
-            train.append(i)
-            chars += len(documents[i]["text"])
+            train.append(text)
+            chars += len(text)
     if not held or not train:
         raise SystemExit(
-            f"--dataset {name}: {len(documents)} documents; at least {HELD_OUT_EVERY} are needed, "
-            f"since every {HELD_OUT_EVERY}th is held out for evaluation."
+            f"--dataset {name}: {len(texts)} documents of at least {MIN_CHARS} characters; at least "
+            f"{HELD_OUT_EVERY} are needed, since every {HELD_OUT_EVERY}th is held out for evaluation."
         )
-    return documents.select(train), documents.select(held)
+    return train, held
+
+
+def _read(name: str, text_column: str, limit_chars: int) -> list[str]:
+    """Texts of a data set, neighbours joined until they are long enough to evaluate on (a `.txt`
+    file has one row a line)."""
+    try:
+        documents = _load(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--dataset {name}: {error}") from error
+    if text_column not in documents.column_names:
+        raise SystemExit(
+            f"--dataset {name}: no column {text_column!r}; columns are "
+            f"{', '.join(documents.column_names)}. Choose one with --text-column."
+        )
+    texts, parts, chars, total = [], [], 0, 0
+    for row in documents.select_columns([text_column]):
+        text = row[text_column]
+        if text is not None and not isinstance(text, str):
+            raise SystemExit(
+                f"--dataset {name}: column {text_column!r} holds {type(text).__name__}, not text. "
+                "Choose another with --text-column."
+            )
+        parts.append(text or "")
+        chars += len(parts[-1])
+        if chars >= MIN_CHARS:
+            texts.append("\n".join(parts))
+            total += chars
+            parts, chars = [], 0
+        if total >= limit_chars and len(texts) >= HELD_OUT_EVERY:
+            break
+    return texts
 
 
 def _load(name: str) -> Dataset:
     path = Path(name)
-    if path.is_file():
-        kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-        options = {"sample_by": "paragraph"} if path.suffix not in kind else {}
-        return load_dataset(
-            kind.get(path.suffix, "text"), data_files=str(path), split="train", **options
-        )
-    return load_dataset(name, split="train")
+    if not path.is_file():
+        return load_dataset(name, split="train")
+    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    return load_dataset(kind.get(path.suffix, "text"), data_files=str(path), split="train")
 
 
 def _standard_library() -> list[str]:
@@ -72,10 +92,10 @@ def _standard_library() -> list[str]:
     return texts
 
 
-def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> torch.Tensor:
+def pack(texts: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> torch.Tensor:
     """All documents as one stream of tokens with an end token between them, cut to ``[n, seq_len]``."""
     stream: list[int] = []
-    for text in documents["text"]:
+    for text in texts:
         stream += tokenizer(text, add_special_tokens=False)["input_ids"]
         if tokenizer.eos_token_id is not None:
             stream.append(tokenizer.eos_token_id)
@@ -88,7 +108,7 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -
     return torch.tensor(stream[: n * seq_len]).view(n, seq_len)
 
 
-def write_eval_tasks(held_out: Dataset, folder: Path, *, documents: int, seed: int) -> list[dict]:
+def write_eval_tasks(held_out: list[str], folder: Path, *, documents: int, seed: int) -> list[dict]:
     """Two lm-eval tasks on the held-out text, as inline configs over files in ``folder``.
 
     ``continuation``: which of four snippets follows the context (accuracy, chance 0.25);
@@ -96,9 +116,7 @@ def write_eval_tasks(held_out: Dataset, folder: Path, *, documents: int, seed: i
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    texts = [t for t in held_out["text"] if len(t) > 4 * (CONTEXT + CONTINUATION)]
-    if not texts:
-        raise SystemExit("The held-out documents are too short to evaluate on.")
+    texts = [t for t in held_out if len(t) >= MIN_CHARS]
 
     def snippet() -> tuple[str, str]:
         text = rng.choice(texts)

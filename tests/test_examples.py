@@ -85,6 +85,53 @@ def test_demo_takes_a_local_model_dataset_and_tokenizer(tmp_path) -> None:
     assert results["arms"]["dm"]["calls"]["attention_fwd"] == 3 * 2
 
 
+def write_text(path: Path, rows: int = 200) -> Path:
+    """``rows`` short texts, as JSON lines, CSV or plain lines by the suffix of ``path``."""
+    texts = [f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs." for i in range(rows)]
+    if path.suffix == ".jsonl":
+        texts = [json.dumps({"text": t, "n": i}) for i, t in enumerate(texts)]
+    elif path.suffix == ".csv":
+        texts = ["n,text", *(f'{i},"{t}"' for i, t in enumerate(texts))]
+    path.write_text("".join(t + "\n" for t in texts))
+    return path
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.csv", "a.txt", "a.py", "folder/a.txt"])
+def test_load_corpus_of_the_default_column(tmp_path, file: str) -> None:
+    """Rows shorter than an evaluation snippet are joined; the column is called `text` already."""
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    write_text(path)
+    name = str(path.parent if "folder" in file else path)
+    train, held = demo_data.load_corpus(name, "text", limit_chars=10**6)
+    assert len(held) == 1 and len(train) >= 9
+    assert all(len(t) >= demo_data.MIN_CHARS and "quick brown fox" in t for t in train + held)
+    assert train[0].startswith("Line 0:") and "Line 1:" in train[0]
+
+
+def test_load_corpus_stops_at_its_limit(tmp_path) -> None:
+    path = write_text(tmp_path / "a.jsonl", rows=2000)
+    train, held = demo_data.load_corpus(str(path), "text", limit_chars=20_000)
+    assert 20_000 <= sum(map(len, train)) < 21_000 and held
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "words"),
+    [
+        ("{tmp}/a.jsonl", "n", ["--dataset", "'n' holds int", "--text-column"]),
+        ("{tmp}/none.jsonl", "text", ["--dataset", "none.jsonl"]),
+        ("{tmp}/empty.txt", "text", ["0 documents", "10"]),
+    ],
+)
+def test_load_corpus_refuses(tmp_path, monkeypatch, name, column, words) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    write_text(tmp_path / "a.jsonl")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(SystemExit) as error:
+        demo_data.load_corpus(name.format(tmp=tmp_path), column, 10**6)
+    assert all(word in str(error.value) for word in words), error.value
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
