@@ -269,7 +269,7 @@ FP8 = torch.float8_e4m3fn
 # id: arguments, exception, and what its message says: the argument, what was given, what is allowed.
 BAD_ARGUMENTS = {
     "q-3d": ({"q": Q[0]}, ValueError, ["`q` is (4, 6, 8)", "[B, H, T, D]"]),
-    "v-list": ({"v": [1]}, ValueError, ["`v` is list", "[B, H, T, D]"]),
+    "v-list": ({"v": [1]}, TypeError, ["`v` is a list", "torch.Tensor"]),
     "dtypes": ({"k": K.half()}, ValueError, ["float16", "share one dtype", "autocast"]),
     "fp64": ({n: x.double() for n, x in QKV.items()}, ValueError, ["float64", "takes torch.float32"]),
     "fp8": ({n: x.to(FP8) for n, x in QKV.items()}, ValueError, ["float8_e4m3fn", "bfloat16"]),
@@ -287,7 +287,7 @@ BAD_ARGUMENTS = {
     "window-float": ({"is_causal": True, "window": 2.0}, ValueError, ["`window` is 2.0", "int"]),
     "window-full": ({"window": 4}, ValueError, ["`window` is 4", "is_causal=True"]),
     "softcap-0": ({"softcap": 0.0}, ValueError, ["`softcap` is 0.0", "positive", "None"]),
-    "softcap-nan": ({"softcap": float("nan")}, ValueError, ["`softcap` is nan", "positive"]),
+    "softcap-nan": ({"softcap": float("nan")}, ValueError, ["`softcap` is nan", "finite"]),
     "sinks-shape": ({"sinks": torch.zeros(2)}, ValueError, ["`sinks` is torch.float32 (2,)", "(4,)"]),
     "sinks-int": ({"sinks": torch.zeros(4).int()}, ValueError, ["`sinks`", "int32", "floating"]),
     "mask-float": ({"mask": torch.zeros(6, 6)}, ValueError, ["`mask` is torch.float32", "mask == 0"]),

@@ -333,7 +333,7 @@ X, W = torch.zeros(5, 64), torch.zeros(48, 64)
         ((X, W, torch.zeros(1, 48)), ValueError, ("bias is", "(1, 48)", "(48,)")),
         ((X, W.to("meta")), ValueError, ("x is on cpu", "weight on meta")),
         ((X, W, torch.zeros(48, device="meta")), ValueError, ("bias", "meta", "cpu")),
-        ((X, W, torch.zeros(48, dtype=torch.int32)), ValueError, ("bias", "int32", "floating")),
+        ((X, W, torch.zeros(48, dtype=torch.int32)), ValueError, ("bias", "int32", "bfloat16")),
         ((X, W, None, "tensorwise"), ValueError, ("'tensorwise'", "blockwise", "rowwise", "mx")),
         ((X, W, None, 8), TypeError, ("int", "blockwise", "LinearRecipe")),
         ((X, W, None, "mx", "triton"), ValueError, ("linear", "'triton'", "'reference'")),

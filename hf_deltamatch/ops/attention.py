@@ -12,7 +12,10 @@ from torch import Tensor
 
 from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
+    check_types,
+    check_window,
     distinct,
+    number,
     refuse_double_backward,
     split_cu_seqlens,
     validate,
@@ -75,18 +78,20 @@ def delta_matching_attention(
         v: ``[B, Hkv, Tk, Dv]``.
         is_causal: query i sees keys up to ``i + Tk − Tq``: aligned *bottom-right*, unlike SDPA's
             flag, so that it is right with a cache.
-        window: with ``is_causal``, the newest ``window`` keys, the query's own included.
+        window: with ``is_causal``, the newest ``window`` keys, the query's own included; 2³¹ − 1
+            and more is no window.
         mask: boolean, broadcastable to ``[B, Hq, Tq, Tk]``, True = attend (and-ed with the rest);
             or the compact int32 mask ``[B, 3, 1, Tk]`` with rows key position (−1 = hidden),
             window, query offset, which carries causality itself.
-        softmax_scale: temperature of the logits; default ``D ** -0.5``.
-        softcap: logits become ``softcap · tanh(S / softcap)``.
+        softmax_scale: temperature of the logits, any finite number; default ``D ** -0.5``. It has
+            no gradient (a learned one multiplies q).
+        softcap: logits become ``softcap · tanh(S / softcap)``; positive, without a gradient.
         sinks: ``[Hq]``, a learned logit per head that takes probability and has no value.
         cu_seqlens: int32 offsets of packed sequences ``[n + 1]`` (or a pair for q and k), B = 1.
             Causality and window hold within a sequence.
         recipe: a name or an :class:`AttentionRecipe`.
         return_lse: also return ``lse``.
-        backend: ``None`` (by device) or ``"reference"``.
+        backend: ``None`` (by device) or one of ``ops.backend.BACKENDS`` by name.
 
     Returns:
         ``o [B, Hq, Tq, Dv]`` in the dtype of q; with ``return_lse`` also ``lse [B, Hq, Tq]``, FP32,
@@ -101,17 +106,21 @@ def delta_matching_attention(
     torch.Size([1, 8, 128, 64])
     """
     recipe = AttentionRecipe.resolve(recipe)
-    dtype = autocast_dtype(q)
+    check_types(q, k, v, mask, sinks, is_causal)
+    window = check_window(window, is_causal)
+    softmax_scale = number("softmax_scale", softmax_scale, instead="Multiply q by it instead.")
+    softcap = number("softcap", softcap, instead="Pass a fixed number, softcap.item() for one.")
+    dtype = autocast_dtype(q, k, v)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     q, k, v = distinct(q, k, v)
     cu_q, cu_k = split_cu_seqlens(cu_seqlens)
-    validate(q, k, v, is_causal, window, mask, softcap, sinks, cu_q, cu_k, recipe)
+    validate(q, k, v, is_causal, mask, softcap, sinks, cu_q, cu_k, recipe)
     chosen = choose("attention", q.device, backend)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     o, lse = AttentionFunction.apply(
-        q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale),
-        None if softcap is None else float(softcap), recipe.quantize, recipe.encoded, chosen,
+        q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
+        recipe.quantize, recipe.encoded, chosen,
     )  # fmt: skip
     return (o, lse) if return_lse else o

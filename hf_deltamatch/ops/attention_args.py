@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import numbers
+import sys
+
 import torch
 from torch import Tensor
 
 from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.visibility import NO_WINDOW
 
 _FN = "delta_matching_attention"
 
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the ops quantise, and that autocast may cast: it must not make data of integers,
+FP8 payloads without their descales or FP64."""
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Dtype to compute in under autocast, as SDPA does; None outside of it and for FP64."""
-    kind = x.device.type
-    if not x.is_floating_point() or x.dtype == torch.float64:
+
+def require_tensors(op: str, **arguments: object) -> None:
+    """TypeError for the first argument that is no tensor; before anything reads its attributes."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: `{name}` is a {type(x).__name__}; it must be a torch.Tensor.")
+
+
+def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
+    """Dtype to cast ``inputs`` to under autocast, as SDPA does; None outside of it and where one of
+    them is not FP32, BF16 or FP16 (left as they are, for the validation or for FP64)."""
+    if any(x.dtype not in HIGH_PRECISION for x in inputs):
         return None
+    kind = inputs[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
@@ -59,12 +75,79 @@ def split_cu_seqlens(
     )
 
 
+def number(name: str, value: object, *, instead: str) -> float | None:
+    """``softmax_scale`` or ``softcap`` as a finite float; None stays None.
+
+    A tensor that wants a gradient would silently get none, so it is refused; ``instead`` says what
+    to do.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{_FN}: `{name}` is a tensor that requires grad; it would get no gradient. {instead}"
+            )
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(
+                f"{_FN}: `{name}` is a tensor, {value.dtype} {tuple(value.shape)}; it must be one "
+                "finite number."
+            )
+        value = value.item()
+    known = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+    if not known and isinstance(value, numbers.Real):  # NumPy's scalars
+        value, known = float(value), True
+    if not known or isinstance(value, bool):
+        raise TypeError(
+            f"{_FN}: `{name}` is {value!r} ({type(value).__name__}); it must be a finite number or "
+            "None."
+        )
+    # One comparison, which is false for NaN too, and which symbolic numbers know.
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{_FN}: `{name}` is {value!r}; it must be a finite number or None.")
+    return float(value)
+
+
+def check_window(window: int | None, is_causal: bool) -> int | None:
+    """The window to use: None where it is too long to hide a key of any sequence, so that no
+    backend has to hold it in 32 bits.
+
+    Raises:
+        ValueError: not a positive int, or without ``is_causal``.
+    """
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
+        raise ValueError(
+            f"{_FN}: `window` is {window!r}; it must be a positive int (it counts the query "
+            "itself) or None."
+        )
+    if not is_causal:
+        raise ValueError(
+            f"{_FN}: `window` is {window} with is_causal=False; a window reaches back from the "
+            "query. Pass is_causal=True, or a boolean mask for other patterns."
+        )
+    return None if window >= NO_WINDOW else window
+
+
+def check_types(
+    q: object, k: object, v: object, mask: object, sinks: object, is_causal: object
+) -> None:
+    """Types alone, before anything reads a dtype or a shape."""
+    require_tensors(_FN, q=q, k=k, v=v)
+    require_tensors(_FN, **{n: x for n, x in (("mask", mask), ("sinks", sinks)) if x is not None})
+    if not isinstance(is_causal, (bool, torch.SymBool)):
+        raise TypeError(
+            f"{_FN}: `is_causal` is {is_causal!r} ({type(is_causal).__name__}); it must be True or "
+            "False."
+        )
+
+
 def validate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     is_causal: bool,
-    window: int | None,
     mask: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
@@ -74,25 +157,18 @@ def validate(
 ) -> None:
     """Raises on the first argument that does not fit."""
     _validate_qkv(q, k, v, recipe)
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
-            raise ValueError(
-                f"{_FN}: `window` is {window!r}; it must be a positive int (it counts the query "
-                "itself) or None."
-            )
-        if not is_causal:
-            raise ValueError(
-                f"{_FN}: `window` is {window} with is_causal=False; a window reaches back from the "
-                "query. Pass is_causal=True, or a boolean mask for other patterns."
-            )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{_FN}: `softcap` is {softcap!r}; it must be positive, or None for none.")
+    for name, x in (("mask", mask), ("sinks", sinks), ("cu_seqlens", cu_q), ("cu_seqlens", cu_k)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{_FN}: `{name}` is on {x.device}, q on {q.device}; move it there.")
     if mask is not None:
         _validate_mask(mask, q, k, is_causal)
-    if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_floating_point()):
+    allowed = (*HIGH_PRECISION, torch.float64)
+    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype not in allowed):
         raise ValueError(
-            f"{_FN}: `sinks` is {sinks.dtype} {tuple(sinks.shape)}; it must be floating point with "
-            f"one logit per query head, ({q.shape[1]},)."
+            f"{_FN}: `sinks` is {sinks.dtype} {tuple(sinks.shape)}; it must be floating point (not "
+            f"FP8) with one logit per query head, ({q.shape[1]},)."
         )
     if cu_q is not None:
         _validate_cu_seqlens(q, k, cu_q, cu_k)
@@ -107,21 +183,21 @@ def validate(
 
 def _validate_qkv(q: Tensor, k: Tensor, v: Tensor, recipe: AttentionRecipe) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{_FN}: `{name}` is {given}; it must be [B, H, T, D] (layout BHTD).")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{_FN}: `{name}` is {tuple(x.shape)}; it must be [B, H, T, D] (layout BHTD)."
+            )
+    allowed = HIGH_PRECISION if recipe.quantize else (*HIGH_PRECISION, torch.float64)
+    given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
+    if any(x.dtype not in allowed for x in (q, k, v)):
+        raise ValueError(
+            f"{_FN}: {given}; recipe {recipe.name!r} takes {', '.join(str(d) for d in allowed)}, one "
+            "dtype for all. Cast them."
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"{_FN}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast "
-            "them, or run under torch.autocast."
-        )
-    allowed = [torch.float32, torch.bfloat16, torch.float16]
-    if not recipe.quantize:
-        allowed.append(torch.float64)
-    if q.dtype not in allowed:
-        raise ValueError(
-            f"{_FN}: q, k, v are {q.dtype}; recipe {recipe.name!r} takes "
-            f"{', '.join(str(d) for d in allowed)}."
+            f"{_FN}: {given}; they must share one dtype. Cast them, or (not FP64) run under "
+            "torch.autocast."
         )
     if not q.device == k.device == v.device:
         raise ValueError(
@@ -144,8 +220,6 @@ def _validate_qkv(q: Tensor, k: Tensor, v: Tensor, recipe: AttentionRecipe) -> N
 def _validate_mask(mask: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> None:
     B, Hq, Tq, _ = q.shape
     Tk = k.shape[2]
-    if mask.device != q.device:
-        raise ValueError(f"{_FN}: `mask` is on {mask.device}, q on {q.device}; move it there.")
     if mask.dtype == torch.int32:
         # `==` and not `in`: lengths may be symbolic under torch.compile.
         batch_fits = mask.dim() == 4 and (mask.shape[0] == B or mask.shape[0] == 1)

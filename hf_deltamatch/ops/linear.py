@@ -11,7 +11,12 @@ from torch import Tensor
 
 from hf_deltamatch import reference
 from hf_deltamatch.ops import observe
-from hf_deltamatch.ops.attention_args import autocast_dtype, refuse_double_backward
+from hf_deltamatch.ops.attention_args import (
+    HIGH_PRECISION,
+    autocast_dtype,
+    refuse_double_backward,
+    require_tensors,
+)
 from hf_deltamatch.ops.backend import choose
 from hf_deltamatch.recipes import LinearRecipe
 
@@ -115,7 +120,7 @@ def fp8_linear(
             cannot go stale.
         bias: ``[out]`` or None, added in FP32.
         recipe: a name or a :class:`LinearRecipe`.
-        backend: ``None`` (by device) or ``"reference"``.
+        backend: ``None`` (by device) or one of ``ops.backend.BACKENDS`` by name.
 
     Returns:
         ``[..., out]`` in the dtype of x (under autocast, in autocast's dtype).
@@ -124,10 +129,13 @@ def fp8_linear(
     torch.Size([2, 5, 32])
     """
     recipe = LinearRecipe.resolve(recipe)
+    require_tensors("fp8_linear", x=x, weight=weight)
+    if bias is not None:
+        require_tensors("fp8_linear", bias=bias)
     autocast = autocast_dtype(x)
+    _validate(x, weight, bias, autocast is not None)
     if autocast is not None:
         x = x.to(autocast)
-    _validate(x, weight, bias, autocast is not None)
     chosen = choose("linear", x.device, backend)
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
@@ -144,7 +152,7 @@ def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) ->
             f"fp8_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; x is "
             "[..., in] and weight [out, in], both at least 1."
         )
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    allowed = HIGH_PRECISION
     if x.dtype not in allowed or weight.dtype not in allowed:
         raise ValueError(
             f"fp8_linear: x is {x.dtype}, weight {weight.dtype}; both must be one of "
@@ -157,8 +165,8 @@ def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) ->
         )
     if bias is not None and (bias.shape != (weight.shape[0],) or bias.dtype not in allowed):
         raise ValueError(
-            f"fp8_linear: bias is {bias.dtype} {tuple(bias.shape)}; it must be floating point [out] "
-            f"= ({weight.shape[0]},)."
+            f"fp8_linear: bias is {bias.dtype} {tuple(bias.shape)}; it must be [out] = "
+            f"({weight.shape[0]},), one of {', '.join(str(d) for d in allowed)}."
         )
     if bias is not None and bias.device != weight.device:
         raise ValueError(
