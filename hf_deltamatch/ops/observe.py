@@ -15,8 +15,39 @@ from torch import Tensor
 
 from hf_deltamatch.testing import row_sum_parts
 
-CALLS: Counter[str] = Counter()
+_counters: list[Counter[str]] = []
+
+
+class _Calls(Counter):
+    """Hands every increment on to the counters of open :func:`count_calls` blocks, so that those
+    are plain counters, whichever way they are read."""
+
+    def __setitem__(self, op: str, n: int) -> None:
+        more = n - self[op]
+        super().__setitem__(op, n)
+        for counter in _counters:
+            counter[op] += more
+
+
+CALLS: Counter[str] = _Calls()
 """Executions since import, by op: ``attention_fwd``, ``attention_bwd``, ``linear_fwd``, …"""
+
+
+@contextmanager
+def count_calls() -> Iterator[Counter[str]]:
+    """Executions of our ops inside the block, by op (``attention_fwd``, ``attention_bwd``,
+    ``linear_fwd``, ``linear_bwd_input``, ``linear_bwd_weight``).
+
+    Counted in the op bodies: compiled and checkpointed code counts what it executes. The counter is
+    live while the block runs and stays as it is after it.
+    """
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        # Not `remove`, which compares: nested blocks may hold equal counts.
+        _counters[:] = [c for c in _counters if c is not counter]
 
 
 @dataclass(eq=False)
@@ -29,8 +60,10 @@ class RowSumResidual:
 
     @property
     def value(self) -> float:
-        """``Σ|Σ_j dS_ij| / Σ|dS_ij|`` over all calls; NaN if no backward ran."""
-        return self.rows / self.total if self.total else float("nan")
+        """``Σ|Σ_j dS_ij| / Σ|dS_ij|`` over all calls; 0 where all dS are 0, NaN if no backward ran."""
+        if not self.per_call:
+            return float("nan")
+        return self.rows / self.total if self.total else 0.0
 
     def add(self, parts: list[tuple[float, float]]) -> None:
         rows, total = sum(p[0] for p in parts), sum(p[1] for p in parts)
