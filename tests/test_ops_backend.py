@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_deltamatch import delta_matching_attention, fp8_linear, kernels
+from hf_deltamatch import AttentionRecipe, delta_matching_attention, fp8_linear, kernels
 from hf_deltamatch.ops import observe
-from hf_deltamatch.ops.backend import BACKENDS, OPS, Choice, choose, explain
+from hf_deltamatch.ops.backend import BACKENDS, OPS, Choice, choose, explain, refuse_unsupported
 from hf_deltamatch.ops.observe import CALLS, RowSumResidual, record_row_sum
 
 EVERY_OP = pytest.mark.parametrize("op", OPS)
+CPU = torch.device("cpu")
 CUDA = torch.device("cuda")  # only its name is used: no GPU is needed
 
 
@@ -27,7 +28,7 @@ def test_choose_by_device(op: str, device: str) -> None:
 
 @EVERY_OP
 def test_choose_without_kernel_names_the_slow_path(op: str, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "AVAILABLE", {})
+    monkeypatch.setattr(kernels, "OPS", ())
     for device in (CUDA, torch.device("cuda", 1), torch.device("mps"), torch.device("xpu")):
         with pytest.raises(NotImplementedError) as error:
             choose(op, device, None)
@@ -66,12 +67,51 @@ def test_explain(op: str, monkeypatch) -> None:
         assert chosen == "reference" and "specification" in reason
     chosen, reason = explain(op, "cuda", "reference")
     assert chosen == "reference" and "by name" in reason
-    monkeypatch.setattr(kernels, "AVAILABLE", {})
+    monkeypatch.setattr(kernels, "OPS", ())
     chosen, reason = explain(op, "cuda")
     assert chosen is None and op in reason and "`cuda`" in reason
-    # Kernels for other devices are named.
-    monkeypatch.setattr(kernels, "AVAILABLE", {op: "Hopper"})
-    assert explain(op, "xpu").backend is None and "Hopper" in explain(op, "xpu").reason
+
+
+def test_explain_by_capability(monkeypatch) -> None:
+    """A table decides: never a kernel on a device that it does not name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(kernels, "installed", lambda: True)
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        assert explain("attention", CUDA).backend == "triton"
+        small = kernels.unsupported_attention(
+            AttentionRecipe.from_name("delta_matching"), (192, 128), 1.0, False, CUDA
+        )
+        assert (small is not None) == (capability in kernels.SMALL_SHARED_MEMORY)
+    for capability in ((7, 5), (8, 0), (8, 6), (11, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        chosen, reason = explain("attention", CUDA)
+        assert chosen is None and f"{capability[0]}.{capability[1]}" in reason and "9.0" in reason
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    assert "not installed" in explain("attention", CUDA).reason
+
+
+@pytest.mark.parametrize(
+    "fields,options,part",
+    [
+        (dict(block="mx"), {}, "'mx'"),
+        (dict(quantize=False), {}, "does not quantise"),
+        ({}, dict(softmax_scale=-1.0), "positive"),
+        ({}, dict(head_dims=(64, 512)), "above 256"),
+        ({}, dict(masked_packing=True), "one of them"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str) else None,
+)
+def test_unsupported_attention(fields: dict, options: dict, part: str) -> None:
+    plain = dict(head_dims=(64, 64), softmax_scale=1.0, masked_packing=False, device=CPU)
+    recipe = AttentionRecipe.from_name("delta_matching", **fields)
+    sentence = kernels.unsupported_attention(recipe, **{**plain, **options})
+    assert part in sentence
+    with pytest.raises(NotImplementedError, match="backend=.reference"):
+        refuse_unsupported("attention", sentence)
+    plain_recipe = AttentionRecipe.from_name("delta_matching")
+    assert kernels.unsupported_attention(plain_recipe, **plain) is None
 
 
 @EVERY_OP

@@ -8,6 +8,7 @@ Unquantised results are compared with SDPA given the dense mask of attention_cas
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from attention_cases import (
     FIELDS,
     GRADS,
     MODES,
+    NO_WINDOW,
     Mode,
     Result,
     Shape,
@@ -305,3 +307,30 @@ def test_delta_matching_attention_packed_neighbour(block, by, packing, factor) -
         for s in (0, 2):
             a, e = (getattr(r, field).split(n, 2)[s] for r in (actual, expected))
             assert_bitwise_equal(a, e, f"{field} of sequence {s}")
+
+
+def test_queries_whose_own_key_is_hidden_keep_their_gradient() -> None:
+    """A hole in the middle of a sequence, and padding that carries a gradient all the same: the only
+    rows with dO. Errors as with one descale per token (measured 0.04 to 0.07, 1 where lost)."""
+    T = 128
+    q, k, v, do = make_inputs(Shape(1, 2, 2, T, T, 32, 32))
+    for hidden in (slice(30, 50), slice(100, T)):
+        position = torch.arange(T, dtype=torch.int32)
+        position[hidden] = -1
+        rows = [position, torch.full_like(position, NO_WINDOW), torch.zeros_like(position)]
+        mask = torch.stack(rows)[None, :, None]
+        only = torch.zeros_like(do)
+        only[:, :, hidden] = do[:, :, hidden] * 1e-4
+        for grad in (only, do + 20e4 * only):
+            truth = run(q.double(), k.double(), v.double(), grad.double(), mask=mask, recipe=EXACT)
+            ours = run(q, k, v, grad, mask=mask)
+            for field in GRADS:
+                error = rel_rms(getattr(ours, field), getattr(truth, field))
+                assert error < 0.1, (hidden, field, error)
+
+
+def test_huge_window_is_no_window() -> None:
+    q, k, v, do = make_inputs(Shape())
+    plain = run(q, k, v, do, is_causal=True)
+    for window in (150, 2**31 - 1, sys.maxsize, 2**63):
+        assert_bitwise_equal(run(q, k, v, do, is_causal=True, window=window).dk, plain.dk)

@@ -1,7 +1,88 @@
-"""GPU kernels: the only place that imports Triton. Empty so far: on CUDA devices the ops raise and
-name ``backend="reference"``."""
+"""GPU kernels: the only place that imports Triton, and only when a kernel is asked for.
+
+What runs where is decided here, before anything is launched.
+"""
 
 from __future__ import annotations
 
-AVAILABLE: dict[str, str] = {}
-"""Op name to the devices its kernel serves, for ``hf-deltamatch env`` and the choice of backend."""
+import importlib.util
+
+import torch
+
+from hf_deltamatch.recipes import AttentionRecipe
+
+CAPABILITIES: dict[tuple[int, int], str] = {
+    (8, 9): "Ada",
+    (9, 0): "Hopper",
+    (10, 0): "Blackwell",
+    (10, 3): "Blackwell",
+    (12, 0): "Blackwell",
+}
+"""Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0; the others run the
+same kernels with tiles that fit their shared memory, and have not been run."""
+
+SMALL_SHARED_MEMORY = ((8, 9), (12, 0))
+"""About 100 KB a block: head dimensions above 128 do not fit."""
+
+OPS = ("attention",)
+"""Ops that have kernels."""
+
+
+def interpreted() -> bool:
+    """True where Triton was told to interpret kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    if not installed():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def missing(op: str, device: torch.device) -> str | None:
+    """Why ``op`` has no kernel on ``device``, or None if it has."""
+    if op not in OPS:
+        return f"this version has no {op} kernel for `{device.type}` devices"
+    if not installed():
+        return "the package `triton` is not installed"
+    if device.type == "cpu":
+        return None if interpreted() else "the kernels need a CUDA device, and this is a `cpu`"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"this version has no {op} kernel for `{device.type}` devices; kernels need CUDA"
+    if not torch.cuda.is_available():
+        return f"torch finds no `{device.type}` device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"{a}.{b}" for a, b in CAPABILITIES)
+        return (
+            f"the device has capability {capability[0]}.{capability[1]}; kernels exist for {known}"
+        )
+    return None
+
+
+def unsupported_attention(
+    recipe: AttentionRecipe,
+    head_dims: tuple[int, int],
+    softmax_scale: float,
+    masked_packing: bool,
+    device: torch.device,
+) -> str | None:
+    """What of an attention call the kernels do not do, as a sentence, or None."""
+    if not recipe.quantize:
+        return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
+    if recipe.block == "mx":
+        return "block 'mx' needs native block-scaled products; use '128xD' or '1xD'"
+    if max(head_dims) > 256:
+        return f"head dimensions {head_dims} are above 256"
+    small = device.type == "cuda" and (
+        torch.cuda.get_device_capability(device) in SMALL_SHARED_MEMORY
+    )
+    if small and max(head_dims) > 128:
+        return f"head dimensions {head_dims} are above 128, which does not fit this device"
+    if not softmax_scale > 0:
+        return f"`softmax_scale` is {softmax_scale}; the kernels need a positive one"
+    if masked_packing:
+        return "`mask` and `cu_seqlens` together; give one of them"
+    return None

@@ -18,7 +18,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
+from hf_deltamatch.kernels.attention_dkdv import (
+    _attention_bwd_dkdv_kernel,
+    _attention_bwd_dkdv_kernel_any_Tq,
+)
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_problem import Problem
@@ -105,10 +108,11 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         return result
     x.quantize(q, "q", *saved["q"])
     x.quantize(k, "k", *saved["k"])
-    vt, v_fold = x.quantize(v, "v", *saved["v"], transpose=True, fold=not x.tile)
+    v_fold = x.quantize(v, "v", *saved["v"], fold=not x.tile)
+    vt, _ = transpose(saved["v"][0], None, x.pack_k)
     (q8, qd), (k8, kd), (_, vd) = (saved[which] for which in "qkv")
     BD, BDV = feature_block(x.D), feature_block(x.Dv)
-    c = config.fwd_config(BD, BDV)
+    c = config.fwd_config(BD, BDV, x.device)
     bounds = x.bounds(by_key=False)
     grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
     _attention_fwd_kernel[grid](
@@ -136,7 +140,7 @@ def attention_bwd(
     Args:
         do: ``[B, Hq, Tq, Dv]``, any strides.
         dlse: gradient of lse, ``[B, Hq, Tq]``, or None.
-        row_sums: also sum dS and \|dS\| of every row in FP64, in the dQ kernel.
+        row_sums: also sum dS and its magnitude of every row in FP64, in the dQ kernel.
         store_ds: also store FP32 dS ``[B, Hq, Tq, Tk]``, once by each kernel (tests).
     """
     dq = _like_bthd(x.B, x.Hq, x.Tq, x.D, do.dtype, do.device)
@@ -155,7 +159,7 @@ def attention_bwd(
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
     do8, dod = x.empty_operand("do")
-    do_t, do_fold = x.quantize(do, "do", do8, dod, transpose=True, fold=True)
+    do_fold = x.quantize(do, "do", do8, dod, fold=True)
     BD, BDV = feature_block(x.D), feature_block(x.Dv)
     rule = x.recipe.delta
     lse2 = torch.empty_like(delta)
@@ -172,7 +176,7 @@ def attention_bwd(
     mean_key = _mean_key(k8, kd, x) if x.recipe.project_row_sum else None
 
     def rows_pass(kt: Tensor, is_delta: bool) -> None:
-        c = (config.delta_config if is_delta else config.dq_config)(BD, BDV)
+        c = (config.delta_config if is_delta else config.dq_config)(BD, BDV, x.device)
         grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
         _attention_bwd_dq_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
@@ -192,10 +196,12 @@ def attention_bwd(
         torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
     rows_pass(kt, False)
     del kt
+    do_t, _ = transpose(do8, None, x.pack_q)
     qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
-    c = config.dkdv_config(BD, BDV)
+    c = config.dkdv_config(BD, BDV, x.device)
     grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
-    _attention_bwd_dkdv_kernel[grid](
+    kernel = _attention_bwd_dkdv_kernel if x.Tq % 16 == 0 else _attention_bwd_dkdv_kernel_any_Tq
+    kernel[grid](
         _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
         _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV), dk, dv,
         lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],

@@ -19,12 +19,14 @@ from hf_deltamatch.recipes import AttentionRecipe
 class TokenFacts(NamedTuple):
     """What a mask means for the quantisers; every field may be None.
 
-    ``key_state [B|1, Hkv|1, Tk]``, ``query_state [B|1, Hq|1, Tq]``: uint8, 1 hidden, 2 uncounted.
+    ``key_state [B|1, Hkv|1, Tk]``, ``query_state, do_state [B|1, Hq|1, Tq]``: uint8, 1 hidden, 2
+    uncounted.
     ``key_cuts``, ``query_cuts``: True where a tile may not be shared with the previous token.
     """
 
     key_state: Tensor | None = None
     query_state: Tensor | None = None
+    do_state: Tensor | None = None
     key_cuts: Tensor | None = None
     query_cuts: Tensor | None = None
 
@@ -143,6 +145,7 @@ class Problem:
         keys = which in ("k", "v")
         facts = self.facts
         cuts = facts.key_cuts if keys else facts.query_cuts
+        state = {"q": facts.query_state, "do": facts.do_state}.get(which, facts.key_state)
         return quantize(
             x,
             payload,
@@ -151,7 +154,7 @@ class Problem:
             tile=self.tile,
             pow2=self.recipe.descale == "pow2",
             first_shown=self.hidden_before(keys),
-            state=facts.key_state if keys else facts.query_state,
+            state=state,
             cuts=cuts if self.recipe.block == "128xD" else None,
             **out,
         )

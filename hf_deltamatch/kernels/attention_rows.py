@@ -10,7 +10,7 @@ from hf_deltamatch.kernels.casts import round_bf16
 from hf_deltamatch.kernels.geometry import segment_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T"])
 def _rows_kernel(
     lse_ptr, lse2_ptr, fold_ptr, do_ptr, o_ptr, do_fp8_ptr, delta_ptr, H, T, Dv,
     D_padded_v, stride_dob, stride_doh, stride_dot, stride_dod, stride_ob, stride_oh,
@@ -53,7 +53,7 @@ def _rows_kernel(
     tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse2), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T", "slots", "segments", "first_shown"])
 def _mean_key_kernel(
     k_ptr, descale_ptr, hidden_ptr, mean_ptr, cu_ptr, H, T, D, D_padded, slots, segments, offset_ptr,
     first_shown, stride_sb, stride_sh,

@@ -15,19 +15,28 @@ def cast_e4m3(x, SOFT_CAST: tl.constexpr):
     """FP32 with ``|x| <= 448`` to E4M3; NaN stays NaN."""
     if SOFT_CAST:
         return _soft_cast(x, 3, -6, 0x7F).to(tl.float8e4nv, bitcast=True)
-    return x.to(tl.float8e4nv)
+    else:
+        return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def cast_fp8(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
-    """FP32, clamped to the largest finite value of the format, to E4M3 or E5M2."""
-    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    """FP32 to E4M3 or E5M2, saturating; NaN stays NaN."""
+    if E5M2 or SOFT_CAST:  # the hardware cast to E4M3 saturates by itself
+        LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     if E5M2:
-        if SOFT_CAST:
-            return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)
+        return _cast_e5m2(x, SOFT_CAST)
+    else:
+        return cast_e4m3(x, SOFT_CAST)
+
+
+@triton.jit
+def _cast_e5m2(x, SOFT_CAST: tl.constexpr):
+    if SOFT_CAST:
+        return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)
+    else:
         return x.to(tl.float8e5)
-    return cast_e4m3(x, SOFT_CAST)
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def query_tiles(
     return lo, full_lo, full_hi, hi
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq", "Tk", "window", "mask_heads"])
 def _bounds_kernel(
     mask_ptr, bounds_ptr, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BY_KEY: tl.constexpr,

@@ -1,7 +1,8 @@
-"""Q, K, V, dO to FP8 in one read: payload, descale, and the transposed payload with the same values.
+"""Q, K, V, dO to FP8: payload and descale in one read, and the transposed copy of a payload.
 
 Reference: :func:`hf_deltamatch.reference.operands.quantize_operand`. A program owns one slot of 128
-tokens of one head. Transposed copies are ``[B, H, D, slots · 128]``, tokens reordered inside chunks
+tokens of one head. Transposed copies hold the same bytes, read back from the payload (Triton 3.6
+miscompiles some transpositions of a fresh cast); they are ``[B, H, D, slots · 128]``, tokens reordered inside chunks
 of 16 as :func:`hf_deltamatch.kernels.casts.regroup_rows` does; poisoned and missing tokens are 0.
 
 ``fold [B, H, T]`` is what a product over tokens multiplies in: the descale, 0 for a token whose
@@ -20,28 +21,35 @@ from hf_deltamatch.kernels.casts import biased_exponent, cast_fp8, exp2_int, inv
 from hf_deltamatch.kernels.geometry import own_segment
 from hf_deltamatch.kernels.launch import SOFT_CAST, Packing, feature_block
 
+WARPS = 8
+
 HIDDEN, UNCOUNTED = 1, 2
 """Token states: stored as zero and left out of every amax; left out of the amax but clamped to it."""
 
 
 @triton.jit
-def _store_transposed(payload, out_ptr, slot, stride, D, BLOCK_D: tl.constexpr):
-    """``payload [128, BLOCK_D]`` to columns of slot ``slot`` of ``[D, stride]``, regrouped."""
-    grouped = tl.reshape(payload, [8, 2, 4, 2, BLOCK_D])
-    grouped = tl.permute(grouped, (0, 2, 1, 3, 4))
-    grouped = tl.trans(tl.reshape(grouped, [128, BLOCK_D]))
-    offs_d = tl.arange(0, BLOCK_D)
-    at = offs_d.to(tl.int64)[:, None] * stride + slot * 128 + tl.arange(0, 128)[None, :]
-    tl.store(out_ptr + at, grouped, mask=(offs_d < D)[:, None])
+def _slot_tokens():
+    """Tokens of a slot in the order of a transposed copy: ``4t + 2h + e`` holds ``8h + 2t + e``."""
+    at = tl.arange(0, 128)
+    return at // 16 * 16 + (at // 2 % 2) * 8 + (at % 16 // 4) * 2 + at % 2
 
 
 @triton.jit
+def _store_transposed(payload, out_ptr, slot, stride, D, BLOCK_D: tl.constexpr):
+    """Bytes ``[128, BLOCK_D]``, tokens in the order of :func:`_slot_tokens`, to the columns of a
+    slot of ``[D, stride]``."""
+    offs_d = tl.arange(0, BLOCK_D)
+    at = offs_d.to(tl.int64)[:, None] * stride + slot * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out_ptr + at, tl.trans(payload), mask=(offs_d < D)[:, None])
+
+
+@triton.jit(do_not_specialize=["H", "T", "slots", "first_shown"])
 def _quantize_kernel(
-    x_ptr, payload_ptr, descale_ptr, fold_ptr, transposed_ptr, state_ptr, hidden_ptr, given_ptr,
+    x_ptr, payload_ptr, descale_ptr, fold_ptr, state_ptr, hidden_ptr, given_ptr,
     cu_ptr, segment_ptr, H, T, D, D_PADDED, slots, first_shown,
     stride_xb, stride_xh, stride_xt, stride_xd, stride_sb, stride_sh,
     TILE: tl.constexpr, GIVEN: tl.constexpr, HIDE: tl.constexpr, STATE: tl.constexpr,
-    FOLD: tl.constexpr, TRANSPOSE: tl.constexpr, POW2: tl.constexpr, E5M2: tl.constexpr,
+    FOLD: tl.constexpr, POW2: tl.constexpr, E5M2: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
@@ -56,9 +64,7 @@ def _quantize_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     inside = offs_t < length
     x_ptr += b.to(tl.int64) * stride_xb + h.to(tl.int64) * stride_xh
-    at = (base + offs_t).to(tl.int64)[:, None] * stride_xt + offs_d.to(tl.int64)[
-        None, :
-    ] * stride_xd
+    rows = x_ptr + (base + offs_t).to(tl.int64) * stride_xt
     live = inside
     counted = inside
     if HIDE:
@@ -71,20 +77,23 @@ def _quantize_kernel(
         state = tl.load(state_ptr + base + offs_t, mask=inside, other=1)
         live = live & (state != 1)
         counted = live & (state == 0)
-    x = tl.load(x_ptr + at, mask=live[:, None] & (offs_d < D)[None, :], other=0.0).to(tl.float32)
-    magnitude = tl.abs(x)
-    # Infinity stands for NaN too: tl.max drops a NaN.
-    magnitude = tl.where(magnitude <= 3.4028234663852886e38, magnitude, float("inf"))
-    amax = tl.max(magnitude, 1)
+    x = tl.load(
+        rows[:, None] + offs_d.to(tl.int64)[None, :] * stride_xd,
+        mask=live[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    # As integers, magnitudes sort like numbers and NaN comes last; it is then read as infinity.
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    token_amax = tl.minimum(tl.max(magnitude, 1), 0x7F800000).to(tl.float32, bitcast=True)
+    amax = token_amax
     if GIVEN:
         descale = tl.load(given_ptr + row + offs_t, mask=inside, other=1.0)
     else:
         if TILE:
             top = tl.max(tl.where(counted, amax, 0.0), 0)
             if STATE:
-                # A tile of nothing but uncounted tokens counts them all.
-                some = tl.max(counted.to(tl.int32), 0) > 0
-                top = tl.where(some, top, tl.max(amax, 0))
+                # A tile whose counted tokens are all zero, or none, counts them all.
+                top = tl.where(top > 0.0, top, tl.max(amax, 0))
             amax = tl.zeros_like(amax) + top
         if POW2:
             descale = exp2_int(
@@ -107,33 +116,28 @@ def _quantize_kernel(
         factor = inverse_exp2_int(bits >> 23)
     else:
         factor = 1.0 / tl.where(clean, descale, 1.0)
-    # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row.
-    finite = magnitude < float("inf")
-    kept = clean[:, None] & finite
-    payload = cast_fp8(tl.where(kept, x * factor[:, None], 0.0), E5M2, SOFT_CAST)
-    if TRANSPOSE:
-        _store_transposed(
-            payload, transposed_ptr + bh.to(tl.int64) * D_PADDED * slots * 128, slot,
-            slots * 128, D_PADDED, BLOCK_D,
-        )  # fmt: skip
-    out = (row + offs_t.to(tl.int64))[:, None] * D_PADDED + offs_d[None, :]
+    if TILE and not STATE:
+        if one != one:
+            x = tl.zeros_like(x)
+    else:
+        x = tl.where(clean[:, None] & (magnitude < 0x7F800000), x, 0.0)
+    x = x * factor[:, None]
     if STATE:
-        hole = clean[:, None] & (magnitude == float("inf"))
-        payload = cast_fp8(
-            tl.where(hole, float("nan"), tl.where(kept, x * factor[:, None], 0.0)), E5M2, SOFT_CAST
-        )
+        # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row.
+        x = tl.where(clean[:, None] & (magnitude >= 0x7F800000), float("nan"), x)
+    payload = cast_fp8(x, E5M2, SOFT_CAST)
+    out = (row + offs_t.to(tl.int64))[:, None] * D_PADDED + offs_d[None, :]
     tl.store(payload_ptr + out, payload, mask=inside[:, None] & (offs_d < D_PADDED)[None, :])
     if FOLD:
-        # The payload is zero where nothing survives rounding; half the smallest subnormal ties to 0.
+        # Nothing survives rounding up to half the smallest subnormal, which ties to zero.
         TINY: tl.constexpr = 7.62939453125e-06 if E5M2 else 0.0009765625
-        largest = tl.max(tl.where(kept, magnitude * factor[:, None], 0.0), 1)
-        fold = tl.where(largest > TINY, descale, 0.0)
-        poisoned = (tl.max((magnitude == float("inf")).to(tl.int32), 1) > 0) | (descale != descale)
-        fold = tl.where(poisoned & live, float("nan"), fold)
+        fold = tl.where(token_amax * factor > TINY, descale, 0.0)
+        fold = tl.where(clean & (token_amax < float("inf")), fold, float("nan"))
+        fold = tl.where(live, fold, 0.0)
         tl.store(fold_ptr + row + offs_t, fold, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T"])
 def _amax_kernel(
     x_ptr, amax_ptr, state_ptr, H, T, D, stride_xb, stride_xh, stride_xt, stride_xd, stride_sb,
     stride_sh, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -157,10 +161,10 @@ def _amax_kernel(
     tl.store(amax_ptr + bh.to(tl.int64) * T + offs_t, tl.max(x, 1), mask=offs_t < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots"])
 def _transpose_kernel(
     payload_ptr, descale_ptr, transposed_ptr, fold_ptr, cu_ptr, segment_ptr, T, D_PADDED, slots,
-    FOLD: tl.constexpr, PACKED: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
+    FOLD: tl.constexpr, E5M2: tl.constexpr, PACKED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Transposed copy of a saved payload (bytes; NaN codes become 0), and its ``fold``."""
     slot = tl.program_id(0)
@@ -169,13 +173,14 @@ def _transpose_kernel(
     if first >= length:
         return
     row = (bh * T + base).to(tl.int64)
-    offs_t = first + tl.arange(0, 128)
+    offs_t = first + _slot_tokens()
     offs_d = tl.arange(0, BLOCK_D)
     inside = (offs_t < length)[:, None] & (offs_d < D_PADDED)[None, :]
     at = (row + offs_t.to(tl.int64))[:, None] * D_PADDED + offs_d[None, :]
     code = tl.load(payload_ptr + at, mask=inside, other=0)
     magnitude = (code & 0x7F).to(tl.int32)
-    code = tl.where(magnitude == 0x7F, 0, code).to(tl.uint8)
+    LARGEST: tl.constexpr = 0x7B if E5M2 else 0x7E
+    code = tl.where(magnitude > LARGEST, 0, code).to(tl.uint8)
     _store_transposed(
         code, transposed_ptr + bh.to(tl.int64) * D_PADDED * slots * 128, slot, slots * 128,
         D_PADDED, BLOCK_D,
@@ -184,12 +189,8 @@ def _transpose_kernel(
         largest = tl.max(magnitude, 1)
         descale = tl.load(descale_ptr + row + offs_t, mask=offs_t < length, other=1.0)
         fold = tl.where(largest > 0, descale, 0.0)
-        fold = tl.where((descale != descale) | (largest == 0x7F), float("nan"), fold)
+        fold = tl.where((descale != descale) | (largest > LARGEST), float("nan"), fold)
         tl.store(fold_ptr + row + offs_t, fold, mask=offs_t < length)
-
-
-def empty_transposed(B: int, H: int, D_padded: int, slots: int, dtype, device) -> Tensor:
-    return torch.empty(B, H, D_padded, slots * TOKENS_PER_TILE, dtype=dtype, device=device)
 
 
 def quantize(
@@ -203,9 +204,8 @@ def quantize(
     first_shown: int | Tensor = 0,
     state: Tensor | None = None,
     cuts: Tensor | None = None,
-    transpose: bool = False,
     fold: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Tensor | None:
     """Quantise ``x [B, H, T, D]`` (any strides) into ``payload [B, H, T, D_padded]`` and ``descale``.
 
     Args:
@@ -216,7 +216,7 @@ def quantize(
             cut there, and every token carries its run's descale.
 
     Returns:
-        ``transposed [B, H, D_padded, slots · 128]`` and ``fold [B, H, T]``, as asked for.
+        ``fold [B, H, T]``, if asked for.
     """
     B, H, T, D = x.shape
     E5M2 = payload.dtype == torch.float8_e5m2
@@ -232,21 +232,18 @@ def quantize(
         _amax_kernel[grid](x, amax, state, H, T, D, *x.stride(), sb, sh, **common)
         given = descale_of_runs(amax, cuts, E5M2, pow2)
         descale.copy_(given)
-    transposed = (
-        empty_transposed(B, H, D_padded, pack.slots, payload.dtype, x.device) if transpose else None
-    )
     folds = torch.empty(B, H, T, device=x.device) if fold else None
     packed_first = first_shown if isinstance(first_shown, Tensor) else None
     _quantize_kernel[(pack.slots, B * H)](
-        x, payload, descale, folds, transposed, state, packed_first, given, pack.cu, pack.segment,
+        x, payload, descale, folds, state, packed_first, given, pack.cu, pack.segment,
         H, T, D, D_padded, pack.slots, 0 if packed_first is not None else first_shown,
         *x.stride(), sb, sh,
         TILE=tile, GIVEN=given is not None,
-        HIDE=packed_first is not None or first_shown > 0, FOLD=fold, TRANSPOSE=transpose,
+        HIDE=packed_first is not None or first_shown > 0, FOLD=fold,
         POW2=pow2, E5M2=E5M2, PACKED=pack.cu is not None, SOFT_CAST=SOFT_CAST,
-        num_warps=8 if BLOCK_D >= 128 else 4, **common,
+        num_warps=WARPS if BLOCK_D >= 128 else 4, **common,
     )  # fmt: skip
-    return transposed, folds
+    return folds
 
 
 def descale_of_runs(amax: Tensor, cuts: Tensor, E5M2: bool, pow2: bool) -> Tensor:
@@ -270,12 +267,13 @@ def transpose(
 ) -> tuple[Tensor, Tensor | None]:
     """Transposed copy of a saved payload; with ``descale [B, H, T]`` also its ``fold``."""
     B, H, T, D_padded = payload.shape
-    out = empty_transposed(B, H, D_padded, pack.slots, payload.dtype, payload.device)
+    tokens = pack.slots * TOKENS_PER_TILE
+    out = torch.empty(B, H, D_padded, tokens, dtype=payload.dtype, device=payload.device)
     fold = None if descale is None else torch.empty_like(descale)
     BLOCK_D = feature_block(D_padded)
     _transpose_kernel[(pack.slots, B * H)](
         payload.view(torch.uint8), descale, out.view(torch.uint8), fold, pack.cu, pack.segment, T,
-        D_padded, pack.slots, FOLD=fold is not None, PACKED=pack.cu is not None, BLOCK_D=BLOCK_D,
-        SOFT_CAST=SOFT_CAST, num_warps=8 if BLOCK_D >= 128 else 4,
+        D_padded, pack.slots, FOLD=fold is not None, E5M2=payload.dtype == torch.float8_e5m2,
+        PACKED=pack.cu is not None, BLOCK_D=BLOCK_D, num_warps=8 if BLOCK_D >= 128 else 4,
     )  # fmt: skip
     return out, fold

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.kernels import attention as kernels
-from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts
+from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts, empty_operand
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.visibility import Visibility
 
@@ -32,6 +32,8 @@ def problem(
     """One call in the words of the kernels."""
     B, Hq, Tq, D = q_shape
     _, Hkv, Tk, _ = k_shape
+    if window is not None and window >= Tk:
+        window = None  # sees every key; and sums with it stay within 32 bits
     facts = TokenFacts()
     if mask is not None:
         vis = Visibility(
@@ -40,6 +42,7 @@ def problem(
         facts = TokenFacts(
             _state(vis.key_hidden, None),
             _state(vis.query_hidden, vis.query_counted),
+            _state(vis.query_hidden, None),
             vis.key_cuts,
             vis.query_cuts,
         )
@@ -58,6 +61,23 @@ def _state(hidden: Tensor | None, counted: Tensor | None) -> Tensor | None:
     if counted is not None:
         state = torch.where(hidden | counted, state, 2).to(torch.uint8)
     return state
+
+
+def empty_saved(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    recipe: AttentionRecipe,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Payload and descale of q, k, v as the kernels store them."""
+    tile = recipe.block == "128xD" and (mask is None or mask.dtype != torch.bool)
+    out = {}
+    for which, x in (("q", q), ("k", k), ("v", v)):
+        payload, descale = empty_operand(*x.shape, which, recipe, tile, cu_seqlens, x.device)
+        out[which] = (payload[..., : x.shape[-1]], descale)
+    return out
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, **options) -> kernels.Forward:

@@ -8,8 +8,9 @@ them), so this file has no ``from __future__ import annotations``.
 import torch
 from torch import Tensor
 
-from hf_deltamatch import reference
+from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
+from hf_deltamatch.ops.backend import refuse_unsupported
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import AttentionForward, empty_saved
 
@@ -34,25 +35,41 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns ``o, lse, q_fp8, q_descale, k_fp8, k_descale, v_fp8, v_descale``: the fields of
     :class:`hf_deltamatch.reference.AttentionForward`."""
-    assert backend == "reference", backend
+    decoded = AttentionRecipe.decode(recipe)
+    options = dict(
+        mask=mask,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        is_causal=is_causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        recipe=decoded,
+    )
+    if backend == "triton":
+        refuse_unsupported(
+            "delta_matching_attention",
+            kernels.unsupported_attention(
+                decoded,
+                (q.shape[-1], v.shape[-1]),
+                softmax_scale,
+                mask is not None and cu_seqlens_q is not None,
+                q.device,
+            ),
+        )
     observe.CALLS["attention_fwd"] += 1
     with torch.autocast(q.device.type, enabled=False):
-        return tuple(
-            reference.attention_fwd(
-                q,
-                k,
-                v,
-                mask=mask,
-                sinks=sinks,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                is_causal=is_causal,
-                window=window,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                recipe=AttentionRecipe.decode(recipe),
-            )
-        )
+        return tuple(_implementation(backend).attention_fwd(q, k, v, **options))
+
+
+def _implementation(backend: str):
+    """Triton is imported only where it is used."""
+    if backend == "reference":
+        return reference
+    from hf_deltamatch.ops import attention_kernels
+
+    return attention_kernels
 
 
 @attention_fwd.register_fake
@@ -63,7 +80,8 @@ def _(
     B, H, T, _ = q.shape
     o = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
     stat = torch.float64 if q.dtype == torch.float64 else torch.float32
-    saved = empty_saved(q, k, v, mask, cu_seqlens_q, AttentionRecipe.decode(recipe))
+    make = empty_saved if backend == "reference" else _implementation(backend).empty_saved
+    saved = make(q, k, v, mask, cu_seqlens_q, AttentionRecipe.decode(recipe))
     return o, q.new_empty(B, H, T, dtype=stat), *(t for which in "qkv" for t in saved[which])
 
 
@@ -92,27 +110,30 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns ``dq, dk, dv, dsinks, delta``. ``q, k, v`` are the FP8 payloads of the forward, or the
     inputs themselves for a recipe with ``quantize=False``."""
-    assert backend == "reference", backend
     observe.CALLS["attention_bwd"] += 1
     decoded = AttentionRecipe.decode(recipe)
     collector = observe.DsCollector()
+    options = dict(
+        mask=mask,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        is_causal=is_causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        recipe=decoded,
+    )
+    saved = AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale)
     with torch.autocast(do.device.type, enabled=False):
-        grads = reference.attention_bwd(
-            do,
-            dlse,
-            AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale),
-            None if decoded.quantize else (q, k, v),
-            mask=mask,
-            sinks=sinks,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            is_causal=is_causal,
-            window=window,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            recipe=decoded,
-            ds_hook=collector.hook,
-        )
+        if backend == "triton":
+            hook = None if collector.hook is None else collector.parts.append
+            grads = _implementation(backend).attention_bwd(
+                do, dlse, saved, parts_hook=hook, **options
+            )
+        else:
+            qkv = None if decoded.quantize else (q, k, v)
+            grads = reference.attention_bwd(do, dlse, saved, qkv, ds_hook=collector.hook, **options)
     collector.finish()
     return tuple(grads)
 
@@ -122,6 +143,14 @@ def _(
     do, dlse, o, lse, q, q_descale, k, k_descale, v, v_descale, mask, sinks, cu_seqlens_q,
     cu_seqlens_k, is_causal, window, softmax_scale, softcap, recipe, backend,
 ):  # fmt: skip
-    dq, dk, dv = (x.new_empty(x.shape, dtype=do.dtype) for x in (q, k, v))
+    if backend == "reference":
+        dq, dk, dv = (x.new_empty(x.shape, dtype=do.dtype) for x in (q, k, v))
+    else:
+        dq, dk, dv = (_empty_bthd(x, do.dtype) for x in (q, k, v))
     n_sinks = 0 if sinks is None else q.shape[1]
     return dq, dk, dv, lse.new_empty(n_sinks), torch.empty_like(lse)
+
+
+def _empty_bthd(x: Tensor, dtype: torch.dtype) -> Tensor:
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)

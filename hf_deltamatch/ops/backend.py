@@ -9,7 +9,7 @@ import torch
 from hf_deltamatch import kernels
 
 OPS = ("attention", "linear")
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 
 
 class Choice(NamedTuple):
@@ -24,15 +24,22 @@ def explain(op: str, device: torch.device | str, backend: str | None = None) -> 
     device = torch.device(device)
     if backend is not None and backend not in BACKENDS:
         return Choice(None, f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if backend is not None:
+    if backend == "reference":
         return Choice(backend, "asked for by name")
-    if device.type in ("cpu", "meta"):
+    if device.type == "meta":
+        return Choice(backend or "reference", "shapes of the specification only")
+    if backend is None and device.type == "cpu":
         return Choice("reference", "pure torch, the specification; the only one on a CPU")
-    return Choice(
-        None,
-        f"this version has no {op} kernel for `{device.type}` devices"
-        + (f" (kernels exist for {kernels.AVAILABLE[op]})" if op in kernels.AVAILABLE else ""),
-    )
+    missing = _missing(op, device)
+    if backend == "triton":
+        return Choice(None, missing) if missing else Choice(backend, "asked for by name")
+    return Choice(None, missing) if missing else Choice("triton", "FP8 kernels for this device")
+
+
+@torch.compiler.assume_constant_result
+def _missing(op: str, device: torch.device) -> str | None:
+    """A fact of the machine: not for torch.compile to trace."""
+    return kernels.missing(op, device)
 
 
 def choose(op: str, device: torch.device, backend: str | None) -> str:
@@ -49,9 +56,17 @@ def choose(op: str, device: torch.device, backend: str | None) -> str:
         )
     choice = explain(op, device, backend)
     if choice.backend is None:
-        raise NotImplementedError(
-            f"{op}: {choice.reason}. Ask for the slow pure-torch path by name: "
-            'backend="reference" in the function, in set_attention_recipe(model, …), '
-            "swap_linears(model, …) or DeltaMatchConfig(…)."
-        )
+        raise NotImplementedError(f"{op}: {choice.reason}. {SLOW_PATH}")
     return choice.backend
+
+
+SLOW_PATH = (
+    'Ask for the slow pure-torch path by name: backend="reference" in the function, in '
+    "set_attention_recipe(model, …), swap_linears(model, …) or DeltaMatchConfig(…)."
+)
+
+
+def refuse_unsupported(op: str, unsupported: str | None) -> None:
+    """Raises NotImplementedError if the chosen kernel does not do what is asked."""
+    if unsupported is not None:
+        raise NotImplementedError(f"{op}: {unsupported}. {SLOW_PATH}")

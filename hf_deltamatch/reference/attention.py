@@ -258,6 +258,9 @@ def token_rules(which: str, vis: Visibility) -> dict[str, Tensor | None]:
     """What visibility means for the quantiser of one operand."""
     if which in ("k", "v"):
         return {"hidden": vis.key_hidden, "cuts": vis.key_cuts}
+    if which == "do":
+        # Padding that is not trained on has dO = 0; where it is, its gradient counts.
+        return {"hidden": vis.query_hidden, "cuts": vis.query_cuts}
     return {"hidden": vis.query_hidden, "counted": vis.query_counted, "cuts": vis.query_cuts}
 
 

@@ -59,7 +59,8 @@ def quantize_operand(
     Args:
         hidden: ``[B|1, H|1, T]``, tokens stored as zero and left out of every amax.
         counted: ``[B|1, H|1, T]``, False for tokens left out of the amax but not zeroed: they are
-            clamped to the descale of the counted ones. A block of none but such tokens counts all.
+            clamped to the descale of the counted ones. A block whose counted tokens are all zero, or
+            none, counts all.
         cuts: ``[B|1, H|1, T]``, True where a tile may not be shared with the previous token.
 
     Returns:
@@ -106,8 +107,8 @@ def _amax_of_tiles(amax: Tensor, counted: Tensor | None) -> Tensor:
     everyone = tiles(amax)
     if counted is None:
         return everyone
-    some = tiles(counted.float()) > 0
-    return torch.where(some, tiles(torch.where(counted, amax, 0.0)), everyone)
+    some = tiles(torch.where(counted, amax, 0.0))
+    return torch.where(some > 0, some, everyone)
 
 
 def _amax_of_runs(amax: Tensor, cuts: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ class Visibility:
     Attributes (each ``None`` where it would change nothing):
         key_hidden: ``[B|1, Hkv|1, Tk]``, True for keys that no query sees.
         query_hidden: ``[B|1, Hq|1, Tq]``, True for queries that see no key.
-        query_counted: ``[B|1, 1, Tq]``, False for padding queries (their own key is hidden). They
-            take no part in an amax, so that the contents of padding do not move the descale of
-            real tokens; their own values are clamped to it.
+        query_counted: ``[B|1, 1, Tq]``, False for queries of trailing padding (their own key and
+            all later ones are hidden). They take no part in the amax of Q, so that the contents of
+            padding do not move the descale of real tokens; their own values are clamped to it.
         key_cuts, query_cuts: True where a token must not share a descale with its predecessor:
             boolean masks only, where nobody sees both (another packed segment).
     """
@@ -58,7 +58,9 @@ class Visibility:
     def _set_positions(self, window: int | None, mask: Tensor | None, device) -> None:
         if mask is None:
             self.position = torch.arange(self.Tk, device=device)[None]
-            self.window = torch.full_like(self.position, NO_WINDOW if window is None else window)
+            self.window = torch.full_like(
+                self.position, NO_WINDOW if window is None else min(window, NO_WINDOW)
+            )
             self.offset = torch.tensor([self.Tk - self.Tq], device=device)
         else:
             rows = mask[:, :, 0].long()
@@ -109,17 +111,16 @@ class Visibility:
         seen = (pos >= 0) & (first <= last)
         self.key_hidden = (~seen)[:, None]
         query = off + torch.arange(self.Tq, device=pos.device)
-        # A query that sees a key at all sees the newest shown key at or before it.
-        shift = torch.where(pos >= 0, pos - torch.arange(self.Tk, device=pos.device), -NO_WINDOW)
-        shift = shift.amax(-1, keepdim=True) if self.Tk else off
-        own = query - shift
-        inside = (own >= 0) & (own < self.Tk)
+        hidden_rows = pos.shape[0]
         if self.Tk:
-            shown = inside & (
-                pos.expand(own.shape[0], -1).gather(1, own.clamp(0, self.Tk - 1)) >= 0
-            )
-            self.query_counted = (shown | ~inside)[:, None]
-        hidden = torch.ones(own.shape[0], self.Tq, dtype=torch.bool, device=pos.device)
+            # The newest shown key says how far a position is from its index.
+            at = torch.arange(self.Tk, device=pos.device)
+            shift = torch.where(pos >= 0, pos - at, -NO_WINDOW).amax(-1, keepdim=True)
+            newest = torch.where(pos >= 0, at, -1).amax(-1, keepdim=True)
+            own = query - shift
+            hidden_rows = own.shape[0]
+            self.query_counted = ((own <= newest) | (own >= self.Tk))[:, None]
+        hidden = torch.ones(hidden_rows, self.Tq, dtype=torch.bool, device=pos.device)
         for start in range(0, self.Tq, 512):
             stop = min(start + 512, self.Tq)
             hidden[:, start:stop] = ~self._from_positions(slice(None), start, stop).any(-1)

@@ -1,0 +1,105 @@
+"""Shared by the kernel tests: one call through the kernels and through the reference that emulates
+their tiles, on the device at hand (the interpreter on a CPU)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from attention_cases import Shape
+from torch import Tensor
+
+from hf_deltamatch import AttentionRecipe, reference
+from hf_deltamatch.kernels import attention as kernels
+from hf_deltamatch.kernels import attention_config as config
+from hf_deltamatch.kernels.launch import feature_block
+from hf_deltamatch.ops import attention_kernels
+from hf_deltamatch.testing import rel_rms
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FWD = kernels.Forward._fields
+BWD = ("dq", "dk", "dv", "dsinks", "delta")
+
+
+class Call(NamedTuple):
+    """Inputs ``BHTD`` stored as ``BTHD``, as models send them, and the options of the ops."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dlse: Tensor | None
+    options: dict[str, Any]
+
+
+def make_call(
+    shape: Shape,
+    recipe: str = "delta_matching",
+    *,
+    dtype: torch.dtype = torch.float32,
+    dlse: bool = False,
+    fields: dict[str, Any] | None = None,
+    device: torch.device = DEVICE,
+    **options: Any,
+) -> Call:
+    """Q, K, V, dO ~ N(0, 1); ``fields`` of the recipe; options left out are the plain ones."""
+    B, Hq, Hkv, Tq, Tk, D, Dv = shape
+    g = torch.Generator().manual_seed(0)
+
+    def normal(h: int, t: int, d: int) -> Tensor:
+        return torch.randn(B, t, h, d, generator=g).to(device, dtype).transpose(1, 2)
+
+    q, k, v, do = normal(Hq, Tq, D), normal(Hkv, Tk, D), normal(Hkv, Tk, Dv), normal(Hq, Tq, Dv)
+    grad_lse = torch.randn(B, Hq, Tq, generator=g).to(device) / 10 if dlse else None
+    plain = dict(
+        mask=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, is_causal=True, window=None,
+        softmax_scale=D**-0.5, softcap=None,
+    )  # fmt: skip
+    cu = options.pop("cu_seqlens", None)
+    if cu is not None:
+        plain["cu_seqlens_q"], plain["cu_seqlens_k"] = cu, cu
+    unknown = set(options) - set(plain)
+    assert not unknown, unknown
+    recipe = AttentionRecipe.from_name(recipe, **(fields or {}))
+    return Call(q, k, v, do, grad_lse, {**plain, **options, "recipe": recipe})
+
+
+def through_kernels(c: Call, **debug: bool) -> tuple[kernels.Forward, kernels.Backward]:
+    fwd = attention_kernels.attention_fwd(c.q, c.k, c.v, **c.options)
+    x = attention_kernels.problem(c.q.shape, c.k.shape, c.v.shape[-1], c.q.device, **c.options)
+    return fwd, kernels.attention_bwd(c.do, c.dlse, fwd, x, **debug)
+
+
+def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
+    """The reference with the tiles of the kernels."""
+    blocks = feature_block(c.q.shape[-1]), feature_block(c.v.shape[-1]), c.q.device
+    fwd = reference.attention_fwd(
+        c.q, c.k, c.v, **c.options, block_n=config.fwd_config(*blocks).BLOCK_N
+    )
+    bwd = reference.attention_bwd(
+        c.do, c.dlse, fwd, None, **c.options, block_n=config.dq_config(*blocks).BLOCK_N,
+        block_m=config.dkdv_config(*blocks).BLOCK_M,
+    )  # fmt: skip
+    return fwd, bwd
+
+
+def exact(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
+    """FP64 attention of the same inputs, unquantised."""
+    q, k, v, do = (x.double() for x in (c.q, c.k, c.v, c.do))
+    options = {**c.options, "recipe": AttentionRecipe.from_name("bf16")}
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"].double()
+    fwd = reference.attention_fwd(q, k, v, **options)
+    dlse = None if c.dlse is None else c.dlse.double()
+    return fwd, reference.attention_bwd(do, dlse, fwd, (q, k, v), **options)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Relative RMS; −inf (a row that sees nothing) has to be in the same places."""
+    assert a.shape == b.shape
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    dead = b == -torch.inf
+    assert torch.equal(a == -torch.inf, dead)
+    return rel_rms(a.masked_fill(dead, 0), b.masked_fill(dead, 0))

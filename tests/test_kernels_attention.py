@@ -1,0 +1,208 @@
+"""The attention kernels against the reference that emulates their tiles: every path, in small.
+
+On a CPU they run in Triton's interpreter, where every cast is the software one; on a CUDA device
+the same cases run for real.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Shape
+
+pytest.importorskip("triton")
+from hf_deltamatch import kernels as package
+
+if package.missing("attention", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    pytest.skip("no device for the kernels", allow_module_level=True)
+
+from kernel_cases import (  # noqa: E402
+    BWD,
+    DEVICE,
+    FWD,
+    difference,
+    make_call,
+    through_kernels,
+    through_reference,
+)
+
+from hf_deltamatch.testing import row_sum_residual  # noqa: E402
+
+ON_GPU = DEVICE.type == "cuda"
+S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
+
+
+def on(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DEVICE)
+
+
+def holes(heads: int = 1) -> torch.Tensor:
+    return on(torch.rand(1, heads, 150, 150, generator=torch.Generator().manual_seed(1)) > 0.3)
+
+
+def compact(T: int, padding: int, window: int = 2**31 - 1) -> torch.Tensor:
+    """Left padding, as ``[B, 3, 1, Tk]``."""
+    position = torch.arange(T, dtype=torch.int32)
+    position[:padding] = -1
+    rows = torch.stack([position, torch.full_like(position, window), torch.zeros_like(position)])
+    return on(rows[None, :, None])
+
+
+def segments(*ends: int) -> torch.Tensor:
+    return on(torch.tensor([0, *ends], dtype=torch.int32))
+
+
+SINKS = torch.tensor([0.5, -1.0])
+CASES = {
+    "causal": (S, {}),
+    "full": (S, dict(is_causal=False)),
+    "1xD": (S, dict(fields=dict(block="1xD"))),
+    "1xD-full-gqa": (S._replace(Hq=4, Hkv=2), dict(fields=dict(block="1xD"), is_causal=False)),
+    "window": (S._replace(Tq=70), dict(window=20)),
+    "window-long": (S._replace(Tq=300, Tk=300, Hq=1), dict(window=100)),
+    "bottom-right-sinks": (S._replace(Tk=70), dict(sinks=on(SINKS))),
+    "one-query": (S._replace(Tq=1), {}),
+    "one-key": (S._replace(Tq=1, Tk=1), {}),
+    "softcap": (S, dict(softcap=5.0, is_causal=False)),
+    "softcap-dlse-1xD": (S, dict(softcap=5.0, dlse=True, fields=dict(block="1xD"))),
+    "dlse": (S, dict(dlse=True)),
+    "packed": (S, dict(cu_seqlens=segments(37, 37, 150), window=30)),
+    "packed-1xD-sinks": (
+        S,
+        dict(cu_seqlens=segments(16, 144, 150), sinks=on(SINKS), fields=dict(block="1xD")),
+    ),
+    "compact-padding": (S, dict(mask=compact(150, 40), is_causal=False)),
+    "compact-window-1xD": (
+        S,
+        dict(mask=compact(150, 7, 33), is_causal=False, fields=dict(block="1xD")),
+    ),
+    "bool": (S, dict(mask=holes())),
+    "bool-heads-1xD": (S, dict(mask=holes(2), sinks=on(SINKS), fields=dict(block="1xD"))),
+    "stale": (S, dict(recipe="stale_delta")),
+    "dequantized-dlse": (S, dict(recipe="dequantized_delta", dlse=True)),
+    "projection": (S, dict(fields=dict(project_row_sum=True))),
+    "projection-packed-1xD": (
+        S,
+        dict(fields=dict(project_row_sum=True, block="1xD"), cu_seqlens=segments(60, 150)),
+    ),
+    "e5m2": (S, dict(fields=dict(do_format="e5m2"))),
+    "fp32-descales": (S, dict(fields=dict(descale="fp32"), is_causal=False)),
+    "D80-Dv40": (S._replace(D=80, Dv=40), {}),
+    "D7": (S._replace(D=7, Dv=7, Tq=40, Tk=40), {}),
+    "D192-Dv128": (S._replace(D=192, Dv=128, Hq=1), {}),
+    "fp16": (S, dict(dtype=torch.float16)),
+}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            x.view(torch.uint8).fill_(0x7F)
+        elif x.dtype.is_floating_point:
+            x.fill_(float("nan"))
+        elif x.dtype == torch.int32:
+            x.fill_(2**30)
+        return x
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_reference(name: str) -> None:
+    """Interpreted, both do the same FP32 arithmetic up to the order of sums: 1e-6, and a few casts
+    of P or dS that fall on the other side of a tie. On a GPU the tensor cores keep about 14 bits
+    and outputs round to their dtype; measured: below 1e-2 everywhere, 2e-4 for δ."""
+    shape, options = CASES[name]
+    call = make_call(shape, **options)
+    fwd, bwd = through_kernels(call, store_ds=True, row_sums=True)
+    ref_fwd, ref_bwd = through_reference(call)
+    for field, a, b in zip(FWD, fwd, ref_fwd, strict=True):
+        if field in ("o", "lse"):
+            assert difference(a, b) < (5e-3 if ON_GPU or a.dtype != torch.float32 else 1e-6), field
+        elif field.endswith("fp8"):
+            assert torch.equal(a.float(), b.float()), field
+        elif call.options["cu_seqlens_q"] is None:  # packed: unused slots are filled at will
+            assert torch.equal(a, b), field
+    for field, a, b in zip(BWD, bwd[:5], ref_bwd, strict=True):
+        bound = 1.5e-2 if ON_GPU else 1e-3
+        assert difference(a, b) < (2e-3 if field in ("delta", "dsinks") else bound), field
+    assert fwd.o.transpose(1, 2).is_contiguous() and bwd.dq.transpose(1, 2).is_contiguous()
+    if call.options["recipe"].delta != "matched" or call.dlse is not None:
+        return
+    # The invariant, on FP32 dS of either kernel; rows with a sink do not sum to zero without it.
+    if call.options["sinks"] is None:
+        assert row_sum_residual(bwd.ds[0]) < 1e-6
+        assert row_sum_residual(bwd.ds[1]) < (1e-5 if ON_GPU else 1e-6)
+        sums, magnitude = bwd.row_sums
+        residual = row_sum_residual(bwd.ds[0])
+        expected = pytest.approx(residual * magnitude.sum().item(), rel=1e-3, abs=1e-12)
+        assert sums.abs().sum().item() == expected
+
+
+def test_nothing_to_do() -> None:
+    for shape in (S._replace(B=0), S._replace(Tq=0), S._replace(Tk=0)):
+        fwd, bwd = through_kernels(make_call(shape, is_causal=False))
+        assert fwd.o.shape == (shape.B, 2, shape.Tq, 64) and not fwd.o.any()
+        assert bwd.dk.shape == (shape.B, 1, shape.Tk, 64)
+        assert not any(x.any() for x in bwd[:3])
+
+
+def test_payloads_survive_a_copy_between_forward_and_backward() -> None:
+    """Offloading saved tensors loses the padding of their rows (D = 80 is kept in 80, 7 in 16)."""
+    call = make_call(S._replace(D=7, Dv=7, Tq=40, Tk=40))
+    fwd, bwd = through_kernels(call)
+    assert fwd.q_fp8.stride(2) == 16
+    moved = type(fwd)(*(x.contiguous() for x in fwd))
+    from hf_deltamatch.kernels import attention
+    from hf_deltamatch.ops import attention_kernels
+
+    x = attention_kernels.problem(call.q.shape, call.k.shape, 7, DEVICE, **call.options)
+    again = attention.attention_bwd(call.do, None, moved, x)
+    assert all(torch.equal(a, b) for a, b in zip(bwd[:3], again[:3], strict=True))
+
+
+def test_hidden_contents_do_not_reach_anything() -> None:
+    """Padding holds NaN and huge numbers; outputs and gradients of real tokens keep every bit."""
+    call = make_call(S, mask=compact(150, 40), is_causal=False)
+    fwd, bwd = through_kernels(call)
+    for x in (call.q, call.k, call.v, call.do):
+        x[:, :, :20], x[:, :, 20:40] = float("nan"), 3e38
+    dirty_fwd, dirty_bwd = through_kernels(call)
+    assert torch.equal(fwd.o, dirty_fwd.o) and torch.equal(fwd.lse, dirty_fwd.lse)
+    assert all(torch.equal(a, b) for a, b in zip(bwd[:3], dirty_bwd[:3], strict=True))
+    assert not fwd.o[:, :, :40].any() and not bwd.dk[:, :, :40].any()
+
+
+def test_public_function_runs_the_kernels() -> None:
+    """``backend="triton"`` in eager and compiled, forward and backward, with the layouts promised."""
+    from hf_deltamatch import delta_matching_attention
+
+    call = make_call(S._replace(D=40, Dv=40))
+    fwd, bwd = through_kernels(call)
+
+    def step(function):
+        leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        o = function(*leaves, is_causal=True, backend="triton")
+        o.backward(call.do)
+        return o.detach(), *(x.grad for x in leaves)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(delta_matching_attention, fullgraph=True, backend="aot_eager")
+    for function in (delta_matching_attention, compiled):
+        results = step(function)
+        for a, b in zip(results, (fwd.o, *bwd[:3]), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_public_function_names_what_the_kernels_do_not_do() -> None:
+    from hf_deltamatch import delta_matching_attention
+
+    q = torch.zeros(1, 1, 8, 16, device=DEVICE)
+    for options in (dict(recipe="bf16"), dict(softmax_scale=-1.0)):
+        with pytest.raises(NotImplementedError, match="backend=.reference"):
+            delta_matching_attention(q, q, q, backend="triton", **options)
