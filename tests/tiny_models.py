@@ -9,7 +9,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from hf_deltamatch import set_attention_recipe
 from hf_deltamatch.testing import rel_rms
@@ -118,10 +123,53 @@ OTHERS: dict[str, dict] = {
         "layer_types": ["linear_attention", "full_attention"],
         "block_size": 16,
     },
+    "doge": {"sliding_window": None},
     "bloom": {"n_layer": 2, "n_head": 4},
     "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "rotary_dim": 8},
     "mamba": {"state_size": 8},
 }
+
+# Encoder-decoders. The last three do not support SDPA: their decoders leave `is_causal` False.
+SEQ2SEQ_COMMON = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+}
+SEQ2SEQ: dict[str, dict] = {
+    "bart": {},
+    "m2m_100": {},
+    "marian": {},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "pegasus_x": {"block_size": 8, "num_global_tokens": 4},
+    "nllb-moe": {
+        "num_experts": 4,
+        "expert_capacity": 64,
+        "router_jitter_noise": 0.0,
+        "encoder_sparse_step": 1,
+        "decoder_sparse_step": 1,
+        "router_ignore_padding_tokens": False,
+    },
+}
+
+
+def build_seq2seq(family: str, *, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A tiny random encoder-decoder in FP32, in eval mode."""
+    config = AutoConfig.for_model(family, **{**SEQ2SEQ_COMMON, **SEQ2SEQ[family], **overrides})
+    torch.manual_seed(seed)
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
 def build(family: str, *, seed: int = 0, **overrides) -> PreTrainedModel:

@@ -3,7 +3,9 @@
 Transformers drops every mask of an attention implementation that has no mask function of the same
 name, without a word; so both are registered together. Three answers:
 
-* ``None``: plain causal, nothing hidden; the attention function applies causality itself;
+* ``None``: plain causal (or bidirectional), nothing hidden; ``is_causal`` of the module tells which.
+  Only where the flag can be trusted: some decoders rely on the mask and leave their flag False
+  (BigBird-Pegasus, PEGASUS-X, NLLB-MoE), and only models that support SDPA must have it right;
 * the compact int32 mask ``[B, 3, 1, Tk]`` (key position or −1, window, query offset): padding,
   static caches, sliding windows, without a ``Tq x Tk`` tensor. It has four dimensions because only
   those survive the second pass that ``generate`` makes over prepared masks;
@@ -12,17 +14,31 @@ name, without a word; so both are registered together. Three answers:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers import MODEL_MAPPING
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 NO_WINDOW = 2**31 - 1
 
 # Models with other layer types index or concatenate the 4-D mask themselves.
 _COMPACT_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "mamba"}
+# Models whose own code reads the values of the 4-D mask, beside attention: to pick keys, or to
+# route tokens. They get it in the form which they read.
+_OWN_READERS = {
+    "axk2": sdpa_mask,
+    "bigbird_pegasus": eager_mask,
+    "deepseek_v32": sdpa_mask,
+    "doge": sdpa_mask,
+    "glm_moe_dsa": sdpa_mask,
+    "hy_v4": sdpa_mask,
+    "nllb-moe": eager_mask,
+    "qwen4_exp": sdpa_mask,
+}
 
 
 def fp8_delta_matching_mask(
@@ -40,14 +56,28 @@ def fp8_delta_matching_mask(
     config=None,
     **kwargs,
 ) -> Tensor | None:
-    """Called by ``transformers.masking_utils``, by keyword; see the module docstring."""
+    """Called by ``transformers.masking_utils``, by keyword; see the module docstring.
+
+    Raises:
+        ValueError: ``attention_mask`` is not 2-D.
+    """
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"fp8_delta_matching: `attention_mask` is {tuple(attention_mask.shape)}; it must be the "
+            "2-D padding mask [B, Tk] (1 = token) or a boolean 4-D mask [B, 1, Tq, Tk] (True = "
+            "attend). Add the missing dimension with mask[:, None]."
+        )
+    trusted = _flag_is_trusted(type(config))
+    own_reader = _OWN_READERS.get(getattr(config, "model_type", None))
     chunk = getattr(config, "attention_chunk_size", None)
     plain = mask_function is causal_mask_function
     windowed = local_size is not None and local_size != chunk
     known = set(getattr(config, "layer_types", None) or ()) <= _COMPACT_LAYER_TYPES
     simple = (allow_is_causal_skip or q_length == 1) and not use_vmap and known
-    if not (simple and (plain or windowed)):
-        return sdpa_mask(
+    if own_reader is not None or not (simple and (plain or windowed)):
+        if not trusted or own_reader is not None:
+            kwargs["allow_is_bidirectional_skip"] = False
+        return (own_reader or sdpa_mask)(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -63,11 +93,28 @@ def fp8_delta_matching_mask(
         )
     shown = _shown(attention_mask, kv_length, kv_offset)
     everything = kv_length == q_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
-    if plain and everything and allow_is_causal_skip and _all(shown):
+    if plain and everything and allow_is_causal_skip and trusted and _all(shown):
         return None
     return compact_mask(
         batch_size, kv_length, q_offset, kv_offset, local_size if windowed else None, shown, device
     )
+
+
+@torch.compiler.assume_constant_result
+def _flag_is_trusted(config_class: type) -> bool:
+    return _supports_sdpa(config_class)
+
+
+@functools.cache
+def _supports_sdpa(config_class: type) -> bool:
+    """Does the model of this config support SDPA, which reads ``is_causal`` where there is no mask?
+    False for models that Transformers does not know."""
+    try:
+        classes = MODEL_MAPPING.get(config_class, ())
+    except (ValueError, AttributeError, ImportError):  # a mapping to a class that is not there
+        return False
+    classes = classes if isinstance(classes, (tuple, list)) else (classes,)
+    return bool(classes) and all(getattr(c, "_supports_sdpa", False) for c in classes)
 
 
 def _shown(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -99,9 +146,9 @@ def compact_mask(
     position = position.expand(batch_size, kv_length)
     if shown is not None:
         position = torch.where(shown, position, -1)
-    rows = torch.full(
-        (batch_size, kv_length), window or NO_WINDOW, device=device, dtype=torch.int32
-    )
+    # Configs write huge windows for none; int32 holds up to NO_WINDOW.
+    window = min(window or NO_WINDOW, NO_WINDOW)
+    rows = torch.full((batch_size, kv_length), window, device=device, dtype=torch.int32)
     if isinstance(q_offset, Tensor):
         offset = q_offset.to(device=device, dtype=torch.int32).expand(batch_size, kv_length)
     else:
