@@ -18,10 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.attention_dkdv import (
-    _attention_bwd_dkdv_kernel,
-    _attention_bwd_dkdv_kernel_any_Tq,
-)
+from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_problem import Problem
@@ -200,8 +197,7 @@ def attention_bwd(
     qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
     c = config.dkdv_config(BD, BDV, x.device)
     grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
-    kernel = _attention_bwd_dkdv_kernel if x.Tq % 16 == 0 else _attention_bwd_dkdv_kernel_any_Tq
-    kernel[grid](
+    _attention_bwd_dkdv_kernel[grid](
         _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
         _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV), dk, dv,
         lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],

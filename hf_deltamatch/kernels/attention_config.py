@@ -3,6 +3,8 @@
 Measured on one H200 (B4 H16 T8192 D128 causal, ms): forward 64×128×4 warps, 2 stages 1.34, 3 stages
 1.47, 128×128×8 1.96; δ + dQ with 64×128 and 2 stages for dQ 3.25, 64×64 and 3 stages 3.45; dK/dV
 64×64×4 4.18, 64×128×8 4.20, 3 stages 6.3 (one program per multiprocessor). Larger tiles spill.
+D64 (B4 H32): dK/dV 128×64×4 4.4, 64×64×4 6.4. D256 (B2 H8): dQ 64×128×8 2.3, 64×64×4 3.0; dK/dV
+64×64×8 4.3, 32×64×4 23.
 """
 
 from __future__ import annotations
@@ -47,12 +49,16 @@ def delta_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
 
 
 def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
-    if max(BLOCK_D, BLOCK_DV) <= 128 and not _is_small(device):
+    if _is_small(device):
+        return Config(64, 64, 4, 2)
+    if max(BLOCK_D, BLOCK_DV) <= 128:
         return Config(64, 128, 4, 2)
-    return Config(64, 64, 4, 2)
+    return Config(64, 128, 8, 2)
 
 
 def dkdv_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
+    if max(BLOCK_D, BLOCK_DV) <= 64:
+        return Config(128, 64, 4, 2)
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return Config(64, 64, 4, 2)
-    return Config(32, 64, 4, 2)
+    return Config(64, 64, 8, 2)

@@ -42,7 +42,8 @@ def _dkdv_tile(
 ):  # fmt: skip
     """Query tile ``i`` of ``G · tiles``: query head ``i // tiles`` of this key head."""
     if GROUPED:
-        group = i // tiles
+        # An empty loop is still looked ahead into; a division by zero there is a wild read.
+        group = i // tl.maximum(tiles, 1)
         bh = head + group
         start = (first_tile + i - group * tiles) * BLOCK_M
         if MASK != 0:
@@ -208,10 +209,3 @@ def _attention_bwd_dkdv_kernel(
     tl.store(
         dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=keys[:, None] & (offs_d < Dv)[None, :]
     )
-
-
-# Triton 3.6 miscompiles the kernel when Tq = 1 becomes a constant (a wild read). The first kernel
-# keeps the specialisation, which is worth 15 % where Tq is a multiple of 16.
-_attention_bwd_dkdv_kernel_any_Tq = triton.jit(do_not_specialize=["Tq"])(
-    _attention_bwd_dkdv_kernel.fn
-)

@@ -1,0 +1,248 @@
+"""The attention kernels on a CUDA device: accuracy against FP64, the invariant, determinism, memory,
+poisoned inputs, and a model trained through them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Shape
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernel_cases import (  # noqa: E402
+    DEVICE,
+    difference,
+    exact,
+    make_call,
+    through_kernels,
+    through_reference,
+)
+
+import hf_deltamatch  # noqa: E402
+from hf_deltamatch import delta_matching_attention  # noqa: E402
+from hf_deltamatch.diagnostics import count_calls, record_row_sum  # noqa: E402
+from hf_deltamatch.testing import row_sum_residual  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def mask_options(mode: str, B: int, Tq: int, Tk: int) -> dict:
+    g = torch.Generator().manual_seed(1)
+    if mode == "window":
+        return dict(window=97)
+    if mode == "full":
+        return dict(is_causal=False)
+    if mode == "softcap":
+        return dict(softcap=20.0)
+    if mode == "packed":
+        ends = [0, Tk // 3, Tk // 3 + 1, Tk]
+        return dict(cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    if mode == "bool":
+        return dict(mask=(torch.rand(B, 1, Tq, Tk, generator=g) > 0.3).to(DEVICE))
+    if mode == "padded":
+        position = torch.arange(Tk, dtype=torch.int32).repeat(B, 1)
+        position[0, : Tk // 4] = -1
+        rows = [position, torch.full_like(position, 2**31 - 1), torch.full_like(position, Tk - Tq)]
+        return dict(mask=torch.stack(rows, 1)[:, :, None].to(DEVICE), is_causal=False)
+    assert mode == "causal"
+    return {}
+
+
+SHAPES = [
+    Shape(2, 4, 2, 512, 512, 64, 64),
+    Shape(1, 4, 4, 1000, 1000, 128, 128),
+    Shape(1, 8, 1, 257, 640, 128, 128),
+    Shape(1, 2, 2, 384, 384, 80, 80),
+    Shape(1, 2, 1, 300, 300, 96, 96),
+    Shape(1, 2, 2, 320, 320, 192, 128),
+    Shape(1, 2, 1, 256, 256, 256, 256),
+]
+MODES = ["causal", "full", "window", "softcap", "padded", "bool", "packed"]
+GRID = [
+    (shape, mode, block, dtype)
+    for i, shape in enumerate(SHAPES)
+    for j, mode in enumerate(MODES)
+    for block in ("128xD", "1xD")
+    for dtype in (torch.bfloat16, torch.float32)
+    # Every mode with every block on the first two shapes, in one dtype; a third of the rest.
+    if (dtype == torch.bfloat16 and i < 2) or (i >= 2 and (i + j + (block == "1xD")) % 3 == 0)
+    if not (mode == "packed" and (shape.B > 1 or shape.Tq != shape.Tk))
+    if not (dtype == torch.float32 and block == "1xD")
+]
+
+
+def grid_id(case: tuple) -> str:
+    shape, mode, block, dtype = case
+    return f"{shape}-{mode}-{block}-{str(dtype)[6:]}"
+
+
+@pytest.mark.parametrize("case", GRID, ids=grid_id)
+def test_accuracy_against_fp64(case: tuple) -> None:
+    """No less accurate than the reference that it emulates, and close to it."""
+    shape, mode, block, dtype = case
+    options = mask_options(mode, shape.B, shape.Tq, shape.Tk)
+    call = make_call(shape, dtype=dtype, fields=dict(block=block), **options)
+    fwd, bwd = through_kernels(call, store_ds=True)
+    ref_fwd, ref_bwd = through_reference(call)
+    true_fwd, true_bwd = exact(call)
+    for field in ("o", "dq", "dk", "dv"):
+        kernel, ref, true = (
+            getattr(f if field == "o" else b, field)
+            for f, b in ((fwd, bwd), (ref_fwd, ref_bwd), (true_fwd, true_bwd))
+        )
+        error, own = difference(kernel, true), difference(ref, true)
+        assert error <= 1.1 * own, (field, error, own)
+        # Measured: 0.02 to 0.2 of it; most is the rounding of the output to BF16.
+        assert difference(kernel, ref) <= 0.3 * own, (field, difference(kernel, ref), own)
+    assert difference(fwd.lse, ref_fwd.lse) < 1e-4
+    for ds in bwd.ds:
+        assert row_sum_residual(ds) < 1e-5
+
+
+def test_delta_against_fp64() -> None:
+    """δ of the FP8 operands, in FP64 from the payloads themselves: 2e-3 of its size."""
+    call = make_call(Shape(1, 4, 4, 1024, 1024, 128, 128), dtype=torch.bfloat16)
+    fwd, bwd = through_kernels(call)
+    from hf_deltamatch.reference.operands import as_operand, quantize_operand
+    from hf_deltamatch.reference.quantize import Quantized
+
+    recipe = call.options["recipe"]
+    do = as_operand(quantize_operand(call.do, "do", recipe), recipe, tiles=True).tok.double()
+    q, k, v = (
+        as_operand(Quantized(payload, descale), recipe, tiles=True).tok.double()
+        for payload, descale in (
+            (fwd.q_fp8, fwd.q_descale),
+            (fwd.k_fp8, fwd.k_descale),
+            (fwd.v_fp8, fwd.v_descale),
+        )
+    )
+    s = q @ k.transpose(-1, -2) * call.options["softmax_scale"]
+    causal = torch.ones(1024, 1024, dtype=torch.bool, device=DEVICE).tril()
+    p = s.masked_fill(~causal, -torch.inf).softmax(-1)
+    delta = (p * (do @ v.transpose(-1, -2))).sum(-1)
+    assert difference(bwd.delta, delta) < 2e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bitwise_repeatable(mode: str) -> None:
+    shape = Shape(1, 8, 2, 700, 700, 128, 128)
+    call = make_call(shape, dtype=torch.bfloat16, **mask_options(mode, 1, 700, 700))
+    first = through_kernels(call)
+    for _ in range(3):
+        for a, b in zip(first, through_kernels(call), strict=True):
+            assert all(
+                torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+                for x, y in zip(a[:5], b[:5], strict=True)
+                if isinstance(x, torch.Tensor)
+            )
+
+
+def test_causality() -> None:
+    """``1xD``: changing later tokens leaves earlier outputs and lse as they are, bit by bit."""
+    call = make_call(
+        Shape(1, 2, 2, 500, 500, 64, 64), dtype=torch.bfloat16, fields=dict(block="1xD")
+    )
+    fwd, _ = through_kernels(call)
+    for x in (call.q, call.k, call.v):
+        x[:, :, 333:] = 1000 * torch.randn_like(x[:, :, 333:])
+    again, _ = through_kernels(call)
+    assert torch.equal(fwd.o[:, :, :333], again.o[:, :, :333])
+    assert torch.equal(fwd.lse[:, :, :333], again.lse[:, :, :333])
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str) -> None:
+    """One bad token: non-finite just where the reference's results are."""
+    call = make_call(Shape(1, 2, 1, 300, 300, 64, 64), fields=dict(block=block))
+    getattr(call, which)[:, :, 170, 3] = value
+    fwd, bwd = through_kernels(call)
+    ref_fwd, ref_bwd = through_reference(call)
+    for a, b in (
+        (fwd.o, ref_fwd.o),
+        (bwd.dq, ref_bwd.dq),
+        (bwd.dk, ref_bwd.dk),
+        (bwd.dv, ref_bwd.dv),
+    ):
+        bad, must = (~x.isfinite().all(-1) for x in (a, b))
+        assert torch.equal(bad, must)
+        assert difference(a[~bad], b[~must]) < 1.5e-2
+
+
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_extremes(block: str) -> None:
+    """Zero tokens, one huge outlier, logits of ±120, magnitudes of 1e-30: finite, as the reference."""
+    call = make_call(Shape(1, 2, 2, 300, 300, 64, 64), fields=dict(block=block))
+    call.q[:, :, 3], call.k[:, :, 5], call.v[:, :, 7], call.do[:, :, 9] = 0, 0, 0, 0
+    call.v[:, :, 200, 1] = 3e4
+    call.k[:, :, 100] *= 60
+    call.do[:, :, 150:] *= 1e-30
+    fwd, bwd = through_kernels(call)
+    ref_fwd, ref_bwd = through_reference(call)
+    for a, b in zip((fwd.o, *bwd[:3]), (ref_fwd.o, *ref_bwd[:3]), strict=True):
+        assert a.isfinite().all() and difference(a, b) < 2e-2
+
+
+def test_memory() -> None:
+    """What the docstring of the launchers states, and the bound on the backward's own memory."""
+    B, H, T, D = 1, 16, 4096, 128
+    call = make_call(Shape(B, H, H, T, T, D, D), dtype=torch.bfloat16)
+    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    o = delta_matching_attention(q, k, v, is_causal=True)
+    per_token = (torch.cuda.memory_allocated() - before) / (B * H * T)
+    # 3·D of payloads, 2·D of the BF16 output, 4 of lse, 12 / 128 of descales.
+    assert per_token <= 5 * D + 4 + 1
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(o, (q, k, v), call.do)
+    own = sum(g.numel() * g.element_size() for g in grads)
+    extra = torch.cuda.max_memory_allocated() - held - own
+    assert extra <= 2 * (B * H * T * D * 4)
+
+
+def test_compiled_training_step() -> None:
+    """Inductor, ``fullgraph=True``: same bits, no graph break, no recompilation."""
+    call = make_call(Shape(1, 4, 2, 256, 256, 80, 80), dtype=torch.bfloat16)
+
+    def step(function):
+        leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
+        o = function(*leaves, is_causal=True)
+        o.backward(call.do)
+        return o.detach(), *(x.grad for x in leaves)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(delta_matching_attention, fullgraph=True)
+    eager = step(delta_matching_attention)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(eager, step(compiled), strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_model_trains_through_the_kernels(model_type: str) -> None:
+    """A tiny model in BF16 on the GPU; every attention layer calls the op, the invariant holds."""
+    from tiny_models import FAMILIES, build
+
+    layers = FAMILIES[model_type][1]
+    model = build(model_type).to(DEVICE, torch.bfloat16)
+    model.set_attn_implementation("fp8_delta_matching")
+    ids = torch.randint(3, 128, (2, 200), device=DEVICE)
+    padding = torch.ones_like(ids)
+    padding[0, :60] = 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    with count_calls() as calls, record_row_sum() as residual:
+        for _ in range(3):
+            loss = model(input_ids=ids, attention_mask=padding, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert calls["attention_fwd"] == calls["attention_bwd"] == 3 * layers
+    assert residual.value < 1e-6
+    assert hf_deltamatch.check_model(model)
