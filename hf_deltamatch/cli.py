@@ -11,8 +11,37 @@ EPILOG = """\
 examples:
   hf-deltamatch env
   hf-deltamatch recipe delta_matching
+  hf-deltamatch recipe delta_matching --block 1xD --project-row-sum
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
+  hf-deltamatch eval ls tasks
+"""
+
+RECIPE_FLAGS = {
+    "block": "attention: 128xD, 1xD or mx",
+    "delta": "attention: matched, stale or dequantized",
+    "do_format": "attention: e4m3 or e5m2",
+    "project_row_sum": "attention: remove what rounding leaks along the mean key",
+    "deterministic": "attention: no atomics",
+    "quantize": "attention: FP8 or high precision",
+    "scaling": "linear: blockwise, rowwise or mx",
+    "grad_format": "linear: e4m3 or e5m2",
+    "descale": "both: pow2 or fp32",
+}
+
+EVAL_HELP = """\
+hf-deltamatch eval: lm-eval's own command with our model as the default (--model hf-deltamatch).
+
+  hf-deltamatch eval --model_args pretrained=PATH,attention=delta_matching --tasks lambada_openai
+  hf-deltamatch eval ls tasks
+
+model_args of ours, besides those of lm-eval's `hf`:
+  pretrained    a local path or hub name (needed)
+  attention     recipe name, `none`, or `auto`: what the checkpoint says, else delta_matching
+  linear        recipe name, `none`, or `auto`: what the checkpoint says, else blockwise
+  fp8_backend   a backend by name, `reference` for the slow path on a GPU without a kernel
+
+Results record under config.deltamatch what really ran. The rest is lm-eval's own help.
 """
 
 
@@ -21,29 +50,61 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["eval"]:
         return _eval(argv[1:])
+    args = _parser().parse_args(argv)
+    try:
+        return {"env": _env, "recipe": _recipe, "numerics": _numerics}[args.command](args)
+    except (ValueError, OSError) as error:
+        return _failed(args.command, error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from hf_deltamatch import __version__
+
     parser = argparse.ArgumentParser(
         prog="hf-deltamatch",
         description="FP8 training of language models with a matched row correction.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"hf-deltamatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     env = commands.add_parser("env", help="versions, device, and which backend each op will use")
     env.add_argument("--json", action="store_true", help="print JSON")
     recipe = commands.add_parser("recipe", help="print a recipe as its equations")
     recipe.add_argument("name", nargs="?", help="attention or linear recipe; all if left out")
+    for field, text in RECIPE_FLAGS.items():
+        flag = "--" + field.replace("_", "-")
+        if field in ("project_row_sum", "deterministic", "quantize"):
+            recipe.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            recipe.add_argument(flag, metavar="VALUE", help=text)
     numerics = commands.add_parser("numerics", help="what each δ rule costs against FP64")
-    numerics.add_argument("--seeds", type=int, default=5)
-    numerics.add_argument("--block", default="128xD", help="128xD, 1xD or mx")
-    numerics.add_argument("--json", type=Path, help="also write the table to this file")
+    numerics.add_argument(
+        "--seeds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="random inputs per key offset, seeds 0 to N - 1, some seconds each "
+        "(default: %(default)s; 1 gives no spread)",
+    )
+    numerics.add_argument(
+        "--block", default="128xD", help="128xD, 1xD or mx (default: %(default)s)"
+    )
+    numerics.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table to this file"
+    )
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
-    args = parser.parse_args(argv)
-    try:
-        return {"env": _env, "recipe": _recipe, "numerics": _numerics}[args.command](args)
-    except ValueError as error:
-        print(f"hf-deltamatch {args.command}: {error}", file=sys.stderr)
-        return 2
+    return parser
+
+
+def _failed(command: str, error: Exception, hint: str = "") -> int:
+    """One line for an error of the user's; the exit status."""
+    # KeyError quotes its text.
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    line = " ".join(str(text).split()) or type(error).__name__
+    print(f"hf-deltamatch {command}: {line}{hint}", file=sys.stderr)
+    return 2
 
 
 def _env(args: argparse.Namespace) -> int:
@@ -73,13 +134,33 @@ def _recipe(args: argparse.Namespace) -> int:
     from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
     kinds = (AttentionRecipe, LinearRecipe)
-    known = [name for kind in kinds for name in kind.NAMES]
-    if args.name is not None and args.name not in known:
-        raise ValueError(f"unknown recipe {args.name!r}. Known names: {', '.join(sorted(known))}.")
-    names = known if args.name is None else [args.name]
-    texts = [str(kind.from_name(n)) for kind in kinds for n in names if n in kind.NAMES]
-    print("\n\n".join(texts))
-    return 0
+    fields = {f: v for f in RECIPE_FLAGS if (v := getattr(args, f)) is not None}
+    if args.name is None:
+        if fields:
+            raise ValueError(
+                f"--{next(iter(fields)).replace('_', '-')} changes a recipe; name it, as in "
+                "`hf-deltamatch recipe delta_matching --block 1xD`."
+            )
+        print("\n\n".join(_equations(kind.from_name(n)) for kind in kinds for n in kind.NAMES))
+        return 0
+    for kind in kinds:
+        if args.name in kind.NAMES:
+            try:
+                print(_equations(kind.from_name(args.name, **fields)))
+            except TypeError as error:  # a field of the other kind of recipe
+                raise ValueError(error) from error
+            return 0
+    known = ", ".join(sorted(name for kind in kinds for name in kind.NAMES))
+    raise ValueError(
+        f"unknown recipe {args.name!r}. Known names: {known}. Fields are flags here, as in "
+        "`hf-deltamatch recipe delta_matching --block 1xD`, and arguments in Python: "
+        'AttentionRecipe.from_name("delta_matching", block="1xD").'
+    )
+
+
+def _equations(recipe) -> str:
+    legend = getattr(recipe, "legend", None)
+    return f"{recipe}\n{legend}" if legend else str(recipe)
 
 
 def _numerics(args: argparse.Namespace) -> int:
@@ -88,6 +169,9 @@ def _numerics(args: argparse.Namespace) -> int:
 
     if args.seeds < 1:
         raise ValueError(f"--seeds is {args.seeds}; it must be at least 1.")
+    # Before minutes of work, not after it.
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ValueError(f"--json is {args.json}; it must be a file in a folder that exists.")
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
@@ -114,15 +198,39 @@ def _eval(argv: list[str]) -> int:
         return 2
     import hf_deltamatch.hf.lm_eval  # noqa: F401 - registers the model
 
-    if not any(a in ("-h", "--help") for a in argv) and not any(
-        a in ("--model", "-M") or a.startswith("--model=") for a in argv
-    ):
-        argv = ["--model", "hf-deltamatch", *argv]
-    if argv[:1] != ["run"]:
-        argv = ["run", *argv]
-    saved, sys.argv = sys.argv, ["lm-eval", *argv]
+    saved = sys.argv
     try:
+        sys.argv = ["lm-eval", *_lm_eval_arguments(argv)]
         cli_evaluate()
+    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        if "DEBUG" in map(str.upper, argv):
+            raise
+        return _failed("eval", error, " (--verbosity DEBUG shows where)")
     finally:
         sys.argv = saved
     return 0
+
+
+def _lm_eval_arguments(argv: list[str]) -> list[str]:
+    """lm-eval's own arguments: `run` and our model unless another is named.
+
+    Raises:
+        ValueError: what our model cannot do without, said before lm-eval loads anything.
+    """
+    if argv[:1] in (["ls"], ["validate"]):
+        return argv
+    if argv[:1] == ["run"]:
+        argv = argv[1:]
+    if any(a in ("-h", "--help") for a in argv):
+        print(EVAL_HELP, flush=True)
+        return ["run", "--help"]
+    has = lambda *starts: any(a.startswith(starts) for a in argv)
+    ours = not has("--model=", "-M") and "--model" not in argv
+    if not has("--config", "-C"):  # else the file may say it
+        if not has("--task", "-t"):
+            raise ValueError("--tasks is missing; `hf-deltamatch eval ls tasks` lists them.")
+        if ours and not any("pretrained" in a for a in argv):
+            raise ValueError(
+                "--model_args pretrained=PATH is missing; PATH is a local path or hub name."
+            )
+    return ["run", *(["--model", "hf-deltamatch"] if ours else []), *argv]

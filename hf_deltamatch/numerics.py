@@ -136,19 +136,23 @@ def table(
 def format_table(result: dict) -> str:
     """The table as text: relative error of dQ per key offset, and the row-sum residual."""
     shape = " ".join(f"{k}{v}" for k, v in result["shape"].items())
+    # One seed has no spread: the 0.0 in its results says nothing.
+    spread, seeds = result["seeds"] > 1, result["seeds"]
+    what = f", mean ± standard deviation of {seeds} seeds" if spread else ", 1 seed"
     lines = [
-        f"Relative error of dQ against FP64, mean ± standard deviation of {result['seeds']} seeds "
-        f"({shape} {result['mask']}, block {result['block']})",
+        f"Relative error of dQ against FP64{what} ({shape} {result['mask']}, block {result['block']})",
         "",
         f"{'δ rule':<30}"
         + "".join(f"{'key offset ' + o:>20}" for o in ("0", "2", "6"))
         + f"{'row-sum residual':>20}",
     ]
     for name, by_offset in result["rules"].items():
-        cells = "".join(
-            f"{e['dq']['mean']:>12.3f} ± {e['dq']['std']:.3f}" for e in by_offset.values()
+        cells = (
+            f"{e['dq']['mean']:.3f}" + (f" ± {e['dq']['std']:.3f}" if spread else "")
+            for e in by_offset.values()
         )
         residual = max(e["residual"]["mean"] for e in by_offset.values())
-        lines.append(f"{name:<30}{cells}{residual:>20.1e}")
-    lines += ["", "The residual is the largest of the three offsets (mean over seeds)."]
+        lines.append(f"{name:<30}{''.join(f'{c:>20}' for c in cells)}{residual:>20.1e}")
+    of = " (mean over seeds)" if spread else ""
+    lines += ["", f"The residual is the largest of the three offsets{of}."]
     return "\n".join(lines)

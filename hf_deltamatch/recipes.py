@@ -27,6 +27,17 @@ def _check_choice(owner: str, field: str, value: object, allowed: tuple) -> None
         )
 
 
+def _variant(name: str) -> str:
+    """What to write for a recipe as :attr:`_Recipe.name` prints it, which is no name to look up."""
+    if not isinstance(name, str) or not name.endswith(")") or "(" not in name:
+        return ""
+    known, fields = name[:-1].split("(", 1)
+    return (
+        f" A variant is made with AttentionRecipe.from_name({known!r}, {fields}), or LinearRecipe, and "
+        f"printed with the fields as flags, `hf-deltamatch recipe {known} --FIELD VALUE`."
+    )
+
+
 @dataclass(frozen=True)
 class _Recipe:
     NAMES: ClassVar[dict[str, dict]] = {}
@@ -41,8 +52,9 @@ class _Recipe:
             TypeError: unknown field.
         """
         if name not in cls.NAMES:
+            known = ", ".join(sorted(cls.NAMES))
             raise ValueError(
-                f"Unknown {cls.KIND} recipe {name!r}. Known names: {', '.join(sorted(cls.NAMES))}."
+                f"Unknown {cls.KIND} recipe {name!r}. Known names: {known}.{_variant(name)}"
             )
         known = [f.name for f in dataclasses.fields(cls)]
         unknown = sorted(set(overrides) - set(known))
@@ -282,6 +294,21 @@ class LinearRecipe(_Recipe):
                 f"  2 bwd  grad_input  = dy W     dy {grad}[{self.row_block}], W E4M3[{w_in}]",
                 f"  3 bwd  grad_weight = dyᵀ x    dy {grad}[{self.token_block}], "
                 f"x E4M3[{self.token_block}]",
+            ]
+        )
+
+    @property
+    def legend(self) -> str:
+        """What the equations leave out: what stays in high precision, and the shapes of the blocks."""
+        size = lambda n: "all" if n is None else n
+        used = dict.fromkeys((self.row_block, *self.weight_blocks, self.token_block))
+        return "\n".join(
+            [
+                "    Sums in FP32; bias added in FP32; output and grad_input in the dtype of x, "
+                "grad_weight in that of",
+                "    W, the master weight, which stays in high precision.",
+                "    Rows x columns that share a descale (x, dy: tokens x features; W: out x in):",
+                *(f"      {b.name:<18} {size(b.tokens)} x {size(b.features)}" for b in used),
             ]
         )
 
