@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hf_deltamatch import AttentionRecipe, reference
 from hf_deltamatch.kernels import attention as kernels
-from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.launch import feature_block
 from hf_deltamatch.ops import attention_kernels
 from hf_deltamatch.testing import rel_rms
 
@@ -72,14 +70,9 @@ def through_kernels(c: Call, **debug: bool) -> tuple[kernels.Forward, kernels.Ba
 
 def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
     """The reference with the tiles of the kernels."""
-    blocks = feature_block(c.q.shape[-1]), feature_block(c.v.shape[-1]), c.q.device
-    fwd = reference.attention_fwd(
-        c.q, c.k, c.v, **c.options, block_n=config.fwd_config(*blocks).BLOCK_N
-    )
-    bwd = reference.attention_bwd(
-        c.do, c.dlse, fwd, None, **c.options, block_n=config.dq_config(*blocks).BLOCK_N,
-        block_m=config.dkdv_config(*blocks).BLOCK_M,
-    )  # fmt: skip
+    forward, backward = attention_kernels.reference_blocks(c.q.shape[-1], c.v.shape[-1], c.q.device)
+    fwd = reference.attention_fwd(c.q, c.k, c.v, **c.options, **forward)
+    bwd = reference.attention_bwd(c.do, c.dlse, fwd, None, **c.options, **backward)
     return fwd, bwd
 
 

@@ -21,8 +21,9 @@ ALLOWED = {
     "numerics": {"formats", "recipes", "testing", "reference"},
     "diagnostics": {"formats", "recipes", "testing", "reference", "ops"},
     "environment": set(),
+    "benchmarks": {"formats", "recipes", "testing", "reference", "kernels", "ops"},
     "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
-    "cli": {"recipes", "ops", "hf", "diagnostics", "numerics", "environment"},
+    "cli": {"recipes", "ops", "hf", "diagnostics", "numerics", "environment", "benchmarks"},
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
     "__main__": {"cli"},
 }

@@ -31,9 +31,15 @@ def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
     if any(x.dtype not in HIGH_PRECISION for x in inputs):
         return None
     kind = inputs[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+@torch.compiler.assume_constant_result
+def has_autocast(device_type: str) -> bool:
+    """A fact of the build, which torch 2.11 cannot trace."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def refuse_double_backward(op: str) -> None:

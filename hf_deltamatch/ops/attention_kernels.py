@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.kernels import attention as kernels
+from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts, empty_operand
+from hf_deltamatch.kernels.launch import feature_block
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.visibility import Visibility
 
@@ -51,6 +53,18 @@ def problem(
         cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, is_causal=is_causal, window=window,
         softmax_scale=softmax_scale, softcap=softcap, recipe=recipe, device=device,
     )  # fmt: skip
+
+
+def reference_blocks(
+    D: int, Dv: int, device: torch.device
+) -> tuple[dict[str, int], dict[str, int]]:
+    """``block_n`` and ``block_m`` with which the reference's forward and backward emulate the kernels."""
+    at = feature_block(D), feature_block(Dv), device
+    backward = {
+        "block_n": config.dq_config(*at).BLOCK_N,
+        "block_m": config.dkdv_config(*at).BLOCK_M,
+    }
+    return {"block_n": config.fwd_config(*at).BLOCK_N}, backward
 
 
 def _state(hidden: Tensor | None, counted: Tensor | None) -> Tensor | None:
