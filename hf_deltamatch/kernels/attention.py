@@ -195,19 +195,20 @@ def attention_bwd(
     del kt
     do_t, _ = transpose(do8, None, x.pack_q)
     qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
-    c = config.dkdv_config(BD, BDV, x.device)
-    grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
-    _attention_bwd_dkdv_kernel[grid](
-        _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
-        _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV), dk, dv,
-        lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],
-        x.mask_bytes, x.bounds(by_key=True), x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
-        x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
-        x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-        min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
-        DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds, BLOCK_D=BD, BLOCK_DV=BDV,
-        **x.flags(), **c.launch(),
-    )  # fmt: skip
+    key_bounds = x.bounds(by_key=True)
+    for c, wants_dk, wants_dv in config.dkdv_configs(BD, BDV, x.device):
+        grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
+        _attention_bwd_dkdv_kernel[grid](
+            _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
+            _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV),
+            dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],
+            x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
+            x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
+            x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
+            min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
+            DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds and wants_dk,
+            DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV, **x.flags(), **c.launch(),
+        )  # fmt: skip
     return Backward(dq, dk, dv, _dsinks(x, saved.lse, shifted), delta, sums, ds)
 
 

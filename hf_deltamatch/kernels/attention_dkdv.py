@@ -2,7 +2,8 @@ r"""FP8 attention backward by keys: dK and dV, all query heads of a key head in 
 
 .. math::  dV = \hat P^T \widehat{dO}, \quad dK = \widehat{dS}^T \hat Q
 
-Works on Sᵀ, so that a power of two per key × query tile is a row of the register operand and leaves
+One kernel, for both or for one of them (``DK``, ``DV``): apart they need a product more, but fit the
+registers of more programs. Works on Sᵀ, so that a power of two per key × query tile is a row of the register operand and leaves
 the product. δ comes from the query-row kernel; that it still matches here is what the row sums of
 the debug store show. Reference: ``reference.attention_bwd`` with ``block_m = BLOCK_M``.
 """
@@ -38,7 +39,8 @@ def _dkdv_tile(
     stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
-    STORE_DS: tl.constexpr, BLOCK_M: tl.constexpr, SOFT_CAST: tl.constexpr,
+    STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """Query tile ``i`` of ``G · tiles``: query head ``i // tiles`` of this key head."""
     if GROUPED:
@@ -57,11 +59,8 @@ def _dkdv_tile(
     column = (q_slot + start // 128) * 128 + start % 128
     inside = offs_m < Tq
     q = q_desc.load([token, 0])
-    do = do_desc.load([token, 0])
     s = tl.dot(k, q.T)
-    dp = tl.dot(v, do.T)
     lse2 = tl.load(lse2_ptr + row + offs_m, mask=inside, other=float("inf"))
-    shifted = tl.load(shifted_ptr + row + offs_m, mask=inside, other=0.0)
     if TILE:
         slot = bh * slots_q + q_slot + start // 128
         q_tile = tl.load(q_descale_ptr + slot)
@@ -80,46 +79,50 @@ def _dkdv_tile(
         p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[None, :])
     else:
         p = tl.exp2((s * f) * (softmax_scale * LOG2E) - lse2[None, :])
-    ds = p * (dp * g - shifted[None, :])
     if MASKED:
         seen = visible(
             offs_m[None, :], offs_n[:, None], Tq, Tk, offset, window, mask_ptr, stride_mq,
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
-        ds = tl.where(seen, ds, 0.0)
-    if STORE_DS:
-        at = (row + offs_m.to(tl.int64))[None, :] * T_keys + k_base + offs_n[:, None]
-        tl.store(ds_ptr + at, ds, mask=inside[None, :] & (offs_n < Tk)[:, None])
-    if SOFTCAP:
-        ds = ds * (1.0 - t * t)
-    # Rows of dO that are zero add nothing to dV and must not raise a descale of P: their lse2 is
-    # +inf, so P is already 0, unless a gradient of lse needs it.
-    if TILE:
-        p_out = nan_to_zero(do_tile)
-        s_out = nan_to_zero(q_tile)
-        if DLSE:
+    if DK:
+        shifted = tl.load(shifted_ptr + row + offs_m, mask=inside, other=0.0)
+        dp = tl.dot(v, do_desc.load([token, 0]).T)
+        ds = p * (dp * g - shifted[None, :])
+        if MASKED:
+            ds = tl.where(seen, ds, 0.0)
+        if STORE_DS:
+            at = (row + offs_m.to(tl.int64))[None, :] * T_keys + k_base + offs_n[:, None]
+            tl.store(ds_ptr + at, ds, mask=inside[None, :] & (offs_n < Tk)[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - t * t)
+    if DV:
+        # Rows of dO that are zero add nothing to dV and must not raise a descale of P: their lse2
+        # is +inf, so P is already 0, unless a gradient of lse needs it.
+        if not TILE or DLSE:
             fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
-            p = tl.where((fold == 0.0)[None, :], 0.0, p)
-    else:
-        fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
-        p = p * nan_to_zero(fold)[None, :]
-        q_fold = tl.load(q_fold_ptr + row + offs_m, mask=inside, other=0.0)
-        ds = ds * nan_to_zero(q_fold)[None, :]
-    e = pow2_exponent(tl.max(p, 1))
-    cast = cast_e4m3(p * inverse_exp2_int(e)[:, None], SOFT_CAST)
-    back = exp2_int(e)
-    if TILE:
-        back = back * p_out
-    do_t = dot_desc.load([bh * D_padded_v, column])
-    dv += tl.dot(regroup_rows(cast), do_t.T) * back[:, None]
-    e = pow2_exponent(tl.max(tl.abs(ds), 1))
-    cast = cast_e4m3(ds * inverse_exp2_int(e)[:, None], SOFT_CAST)
-    back = exp2_int(e)
-    if TILE:
-        back = back * s_out
-    q_t = qt_desc.load([bh * D_padded, column])
-    dk += tl.dot(regroup_rows(cast), q_t.T) * back[:, None]
+            if TILE:
+                p = tl.where((fold == 0.0)[None, :], 0.0, p)
+            else:
+                p = p * nan_to_zero(fold)[None, :]
+        e = pow2_exponent(tl.max(p, 1))
+        cast = cast_e4m3(p * inverse_exp2_int(e)[:, None], SOFT_CAST)
+        back = exp2_int(e)
+        if TILE:
+            back = back * nan_to_zero(do_tile)
+        do_t = dot_desc.load([bh * D_padded_v, column])
+        dv += tl.dot(regroup_rows(cast), do_t.T) * back[:, None]
+    if DK:
+        if not TILE:
+            fold = tl.load(q_fold_ptr + row + offs_m, mask=inside, other=0.0)
+            ds = ds * nan_to_zero(fold)[None, :]
+        e = pow2_exponent(tl.max(tl.abs(ds), 1))
+        cast = cast_e4m3(ds * inverse_exp2_int(e)[:, None], SOFT_CAST)
+        back = exp2_int(e)
+        if TILE:
+            back = back * nan_to_zero(q_tile)
+        q_t = qt_desc.load([bh * D_padded, column])
+        dk += tl.dot(regroup_rows(cast), q_t.T) * back[:, None]
     return dk, dv
 
 
@@ -133,7 +136,7 @@ def _attention_bwd_dkdv_kernel(
     stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
-    STORE_DS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)  # the first keys have the most causal rows
@@ -168,15 +171,16 @@ def _attention_bwd_dkdv_kernel(
         at = bh.to(tl.int64) * Tk + k_base + offs_n
         k_row = tl.load(k_descale_ptr + at, mask=keys, other=1.0)
         v_row = tl.load(v_descale_ptr + at, mask=keys, other=1.0)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_D if DK else 1], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV if DV else 1], tl.float32)
     for i in tl.range(0, G * (full_lo - lo), num_stages=STAGES):
         dk, dv = _dkdv_tile(
             i, full_lo - lo, lo, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
             q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, Tk, k_base,
-            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, BLOCK_M, SOFT_CAST,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV,
+            BLOCK_M, SOFT_CAST,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, G * (full_hi - full_lo), num_stages=STAGES):
@@ -186,7 +190,8 @@ def _attention_bwd_dkdv_kernel(
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
-                False, STORE_DS, BLOCK_M, SOFT_CAST,
+                False, STORE_DS, DK, DV,
+            BLOCK_M, SOFT_CAST,
             )  # fmt: skip
         # The ragged end, and the far side of a window.
         for i in tl.range(0, G * (hi - full_hi), num_stages=STAGES):
@@ -196,16 +201,18 @@ def _attention_bwd_dkdv_kernel(
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
-                True, STORE_DS, BLOCK_M, SOFT_CAST,
+                True, STORE_DS, DK, DV,
+            BLOCK_M, SOFT_CAST,
             )  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
-    dk_ptr += b.to(tl.int64) * stride_dkb + h.to(tl.int64) * stride_dkh
-    at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dkt + offs_d[None, :]
-    out = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
-    tl.store(dk_ptr + at, out, mask=keys[:, None] & (offs_d < D)[None, :])
-    offs_d = tl.arange(0, BLOCK_DV)
-    dv_ptr += b.to(tl.int64) * stride_dvb + h.to(tl.int64) * stride_dvh
-    at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dvt + offs_d[None, :]
-    tl.store(
-        dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=keys[:, None] & (offs_d < Dv)[None, :]
-    )
+    if DK:
+        offs_d = tl.arange(0, BLOCK_D)
+        dk_ptr += b.to(tl.int64) * stride_dkb + h.to(tl.int64) * stride_dkh
+        at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dkt + offs_d[None, :]
+        out = (dk * softmax_scale).to(dk_ptr.dtype.element_ty)
+        tl.store(dk_ptr + at, out, mask=keys[:, None] & (offs_d < D)[None, :])
+    if DV:
+        offs_d = tl.arange(0, BLOCK_DV)
+        dv_ptr += b.to(tl.int64) * stride_dvb + h.to(tl.int64) * stride_dvh
+        at = (k_base + offs_n).to(tl.int64)[:, None] * stride_dvt + offs_d[None, :]
+        out = dv.to(dv_ptr.dtype.element_ty)
+        tl.store(dv_ptr + at, out, mask=keys[:, None] & (offs_d < Dv)[None, :])

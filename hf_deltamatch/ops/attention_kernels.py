@@ -58,12 +58,14 @@ def problem(
 def reference_blocks(
     D: int, Dv: int, device: torch.device
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """``block_n`` and ``block_m`` with which the reference's forward and backward emulate the kernels."""
+    """``block_n``, ``block_m`` and ``block_m_p`` with which the reference's forward and backward emulate the kernels."""
     at = feature_block(D), feature_block(Dv), device
-    backward = {
-        "block_n": config.dq_config(*at).BLOCK_N,
-        "block_m": config.dkdv_config(*at).BLOCK_M,
-    }
+    backward = {"block_n": config.dq_config(*at).BLOCK_N}
+    for c, wants_dk, wants_dv in config.dkdv_configs(*at):
+        if wants_dk:
+            backward["block_m"] = c.BLOCK_M
+        if wants_dv:
+            backward["block_m_p"] = c.BLOCK_M
     return {"block_n": config.fwd_config(*at).BLOCK_N}, backward
 
 

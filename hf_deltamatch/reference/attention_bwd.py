@@ -101,6 +101,7 @@ def attention_bwd(
     recipe: AttentionRecipe,
     block_n: int = TOKENS_PER_TILE,
     block_m: int = TOKENS_PER_TILE,
+    block_m_p: int | None = None,
     ds_hook: DsHook | None = None,
 ) -> AttentionBackward:
     """Reference backward.
@@ -111,8 +112,9 @@ def attention_bwd(
         fwd: what the forward returned.
         qkv: the inputs, only without quantisation.
         block_n: keys that share a descale of dS in product 6 (the dQ kernel's key tile).
-        block_m: query rows that share a descale of P and dS in products 5 and 7 (the dK/dV
-            kernel's query tile); divides 128.
+        block_m: query rows that share a descale of dS in product 7 (the query tile of the dK
+            kernel); divides 128.
+        block_m_p: the same of P in product 5 (the dV kernel's); default ``block_m``.
         ds_hook: called with every block of FP32 dS ``[b, h, G, r, n]``, before its cast and before
             the soft cap's derivative, and with the sink's column ``[b, h, G, r]`` or None.
     """
@@ -139,7 +141,7 @@ def attention_bwd(
             k_op, v_op = (plain_operand(x[:, :, seg.k], rules["k"]["hidden"]) for x in (k, v))
         _backward_segment(
             seg, vis, q_op, k_op, v_op, do_op, do, dlse, fwd, sinks, (dq, dk, dv, dsinks, delta),
-            softmax_scale, softcap, recipe, block_n, block_m, ds_hook,
+            softmax_scale, softcap, recipe, block_n, block_m, block_m_p or block_m, ds_hook,
         )  # fmt: skip
     return AttentionBackward(dq.to(do.dtype), dk.to(do.dtype), dv.to(do.dtype), dsinks, delta)
 
@@ -147,7 +149,7 @@ def attention_bwd(
 def _backward_segment(
     seg: Segment, vis: Visibility, q: Operand, k: Operand, v: Operand, do: Operand, do_hp: Tensor,
     dlse, fwd: AttentionForward, sinks, grads, softmax_scale: float, softcap, recipe, block_n: int,
-    block_m: int, ds_hook,
+    block_m: int, block_m_p: int, ds_hook,
 ) -> None:  # fmt: skip
     dq, dk, dv, dsinks, delta = grads
     G, width = vis.groups, key_width(vis.Tk, recipe, block_n)
@@ -178,7 +180,7 @@ def _backward_segment(
             ds = ds * (1 - tanh * tanh)
         ds_row = cast_backward(ds, block.k, recipe, block_n, -1)
         ds_col = cast_backward(ds, block.q, recipe, block_m, -2)
-        p_col = cast_backward(p, block.do, recipe, block_m, -2)
+        p_col = cast_backward(p, block.do, recipe, block_m_p, -2)
         dq_b = torch.matmul(ds_row.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
         if mean_key is not None:
             rounded = ds_row
