@@ -108,7 +108,15 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> 
     return torch.tensor(stream[: n * seq_len]).view(n, seq_len)
 
 
-def write_eval_tasks(held_out: list[str], folder: Path, *, documents: int, seed: int) -> list[dict]:
+def write_eval_tasks(
+    held_out: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    documents: int,
+    seed: int,
+    seq_len: int,
+) -> list[dict]:
     """Two lm-eval tasks on the held-out text, as inline configs over files in ``folder``.
 
     ``continuation``: which of four snippets follows the context (accuracy, chance 0.25);
@@ -131,6 +139,7 @@ def write_eval_tasks(held_out: list[str], folder: Path, *, documents: int, seed:
         choices.insert(answer, right)
         questions.append({"question": context, "choices": choices, "answer": answer})
     pages = [{"text": "".join(snippet())} for _ in range(documents)]
+    _refuse_truncation(questions, tokenizer, seq_len)
     for name, rows in (("continuation", questions), ("held_out", pages)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
@@ -149,7 +158,7 @@ def write_eval_tasks(held_out: list[str], folder: Path, *, documents: int, seed:
             "doc_to_choice": "{{choices}}",
             "doc_to_target": "answer",
             "target_delimiter": "",
-            "metric_list": [{"metric": "acc"}],
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
             "metadata": {"version": 1.0},
         },
         {
@@ -159,7 +168,26 @@ def write_eval_tasks(held_out: list[str], folder: Path, *, documents: int, seed:
             "output_type": "loglikelihood_rolling",
             "doc_to_text": "",
             "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "bits_per_byte"}],
+            "metric_list": [
+                {
+                    "metric": "bits_per_byte",
+                    "aggregation": "bits_per_byte",
+                    "higher_is_better": False,
+                }
+            ],
             "metadata": {"version": 1.0},
         },
     ]
+
+
+def _refuse_truncation(
+    questions: list[dict], tokenizer: PreTrainedTokenizerBase, seq_len: int
+) -> None:
+    """lm-eval would cut the context of a question that is longer than a sequence."""
+    texts = [q["question"] + choice for q in questions for choice in q["choices"]]
+    longest = max(len(tokenizer(text)["input_ids"]) for text in texts)
+    if longest > seq_len:
+        raise SystemExit(
+            f"--seq-len is {seq_len}, too short for the evaluation, whose questions have up to {longest} "
+            f"tokens; give at least {longest}."
+        )

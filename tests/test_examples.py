@@ -16,8 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import demo  # noqa: E402
 import demo_data  # noqa: E402
+import demo_report  # noqa: E402
+import torch  # noqa: E402
 
-SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "64", "--eval-docs", "4"]
+from hf_deltamatch.ops.backend import Choice  # noqa: E402
+
+SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "208", "--eval-docs", "4"]
 SMALL += ["--residual-every", "2", "--warmup", "1"]
 
 
@@ -37,6 +41,86 @@ def test_demo_writes_its_results(run) -> None:
         assert len(arm["loss"]) == 3 and arm["loss_last"] < arm["loss_first"]
     assert results["environment"]["packages"]["torch"]
     assert (folder / "loss.png").stat().st_size > 10_000
+
+
+def test_demo_records_what_ran(run) -> None:
+    results, _ = run
+    for name, arm in results["arms"].items():
+        assert arm["dtype"] == {"weights": "float32", "compute": "float32"}
+        backends = {} if name == "mp" else {"attention": "reference", "linear": "reference"}
+        assert arm["fp8_backend"] == backends
+        assert arm["provenance"]["environment"]["device"] == "cpu"
+        facts = [*arm["provenance"].values(), *arm["provenance"]["environment"].values()]
+        assert None not in facts
+    assert None not in results["environment"].values()
+
+
+def test_demo_output(tmp_path, capfd) -> None:
+    """One arm: what is printed is about that arm, and lm-eval is silent."""
+    demo.main([*SMALL, "--arms", "dm", "--output", str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert "dm: weights in float32, computing in float32" in out
+    assert "backends: {'attention': 'reference', 'linear': 'reference'}" in out
+    assert "largest of the 2 steps" in out and "chance is 0.25 ± 0.22" in out
+    assert "MP's" not in out and "MP, " not in out.split("MP, SD, DM:")[0]
+    for word in ("Truncating", "Tokenizing", "loglikelihood", "Generating", "aggregation"):
+        assert word not in out + err
+
+
+def arm(**fields) -> demo.Arm:
+    steps = {"loss": [2.0, 1.0], "residual_steps": [0, 1], "residuals": [1e-7, 1e-7]}
+    numbers = {"loss_first": 2.0, "loss_last": 1.0, "bits_per_byte": 3.0, "seconds": 1.0}
+    dtype = {"weights": "float32", "compute": "float32"}
+    lm_eval = {"continuation_acc": 0.5, "documents": 48}
+    return demo.Arm(
+        **{
+            **steps,
+            **numbers,
+            "row_sum_residual": 1e-7,
+            "dtype": dtype,
+            "lm_eval": lm_eval,
+            **fields,
+        }
+    )
+
+
+def test_table_names_the_dtype_that_ran() -> None:
+    table = demo_report.format_table({"mp": arm()})
+    assert "MP, FP32 with SDPA" in table and "BF16" not in table
+    assert "chance is 0.25 ± 0.06" in table and "MP's residual" in table
+    bf16 = arm(dtype={"weights": "float32", "compute": "bfloat16"})
+    assert "MP, BF16 with SDPA" in demo_report.format_table({"mp": bf16})
+
+
+@pytest.mark.parametrize(
+    ("names", "panels"),
+    [(["mp", "sd", "dm"], 3), (["mp", "dm"], 3), (["sd", "dm"], 2), (["mp"], 2)],
+)
+def test_plot_follows_the_arms(names, panels, tmp_path, monkeypatch) -> None:
+    from matplotlib import figure
+
+    seen = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: seen.append(self))
+    demo_report.plot({n: arm(loss=[3.0, 2.0 + i]) for i, n in enumerate(names)}, tmp_path / "a.png")
+    (drawn,) = seen
+    assert len(drawn.axes) == panels and all(axis.get_legend() for axis in drawn.axes)
+    title = drawn.get_suptitle()
+    assert title.startswith(", ".join(n.upper() for n in names) + ": one seed")
+    assert ("matched δ" in title) == ("dm" in names)
+    if panels == 3:
+        legend = [text.get_text() for text in drawn.axes[1].get_legend().get_texts()]
+        assert legend == [f"{n.upper()} − MP" for n in names[1:]]
+        lines = {line.get_label(): list(line.get_ydata()) for line in drawn.axes[1].lines}
+        assert all(lines[f"{n.upper()} − MP"] == [0.0, i] for i, n in enumerate(names) if i)
+
+
+def test_pretrained_weights_are_loaded_in_fp32(tmp_path) -> None:
+    from tiny_models import build
+
+    build("llama", vocab_size=259).bfloat16().save_pretrained(tmp_path)
+    args = demo.parse_args(["--model", str(tmp_path)])
+    for name in demo.ARMS:
+        assert {p.dtype for p in demo.build_model(args, name, 259).parameters()} == {torch.float32}
 
 
 def test_demo_shows_the_invariant(run) -> None:
@@ -147,7 +231,58 @@ def test_demo_bad_dataset(tmp_path, rows, options, words) -> None:
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_demo_bad_arguments(capsys) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seq-len", "64"], ["--seq-len is 64", "at least 201"]),
+        (["--batch-size", "500", "--seq-len", "10000"], ["--batch-size is 500", "more text"]),
+    ],
+)
+def test_demo_refuses_before_training(options, words, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("trained first"))
+    with pytest.raises(SystemExit) as error:
+        demo.main([*SMALL, *options, "--output", str(tmp_path)])
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--steps", "0"], ["--steps is 0"]),
+        (["--block", "foo"], ["--block", "'foo'", "128xD", "1xD", "mx"]),
+        (["--backend", "zz"], ["--backend", "'zz'", "reference"]),
+        (["--arms", "bf16"], ["--arms", "'bf16'", "mp"]),
+    ],
+)
+def test_demo_bad_arguments(argv, words, capsys) -> None:
+    with pytest.raises(SystemExit) as done:
+        demo.parse_args(argv)
+    assert done.value.code == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words), err
+
+
+def test_demo_backend_that_cannot_run_here(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(demo, "explain", lambda *_: Choice(None, "no such device"))
     with pytest.raises(SystemExit):
-        demo.parse_args(["--steps", "0"])
-    assert "--steps is 0" in capsys.readouterr().err
+        demo.parse_args(["--backend", "reference"])
+    assert "--backend reference: no such device" in capsys.readouterr().err
+
+
+def test_demo_block_without_a_kernel(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(demo, "explain", lambda *_: Choice("triton", "kernel"))
+    demo.parse_args(["--block", "1xD"])
+    with pytest.raises(SystemExit):
+        demo.parse_args(["--block", "mx"])
+    assert "--block mx: " in (err := capsys.readouterr().err) and "--backend reference" in err
+
+
+def test_demo_takes_the_reference_where_an_op_has_no_kernel(monkeypatch, capsys) -> None:
+    """Ops differ: the kernel of one does not make the other's exist."""
+    found = {"attention": Choice("triton", "kernel"), "linear": Choice(None, "no linear kernel")}
+    monkeypatch.setattr(demo, "explain", lambda op, *_: found[op])
+    chosen = demo.choose_backends(None, torch.device("cuda"))
+    assert chosen == {"attention": "triton", "linear": "reference"}
+    assert (
+        "FP8 linear: no linear kernel; running the pure-torch reference" in capsys.readouterr().out
+    )
