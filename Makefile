@@ -1,7 +1,8 @@
-# make demo      train and evaluate the three arms (makes its own environment first)
+# make demo      train and evaluate the three arms (makes its own environment first);
+#                options: make demo ARGS="--steps 20 --arms mp dm"
 # make test      lint and the CPU test suite
 # make test-all  the slow CPU tests and the real model too
-# make test-gpu  the tests that need a CUDA device, in the current environment
+# make test-gpu  the tests that need a CUDA device, in the current environment (PYTHON)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,14 +14,15 @@ REAL_MODEL := .cache/smollm2-135m-instruct
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "Python 3.11 or newer is needed, %s is %d.%d; choose one with: make PYTHON=python3.11 ..." % (sys.executable, *v[:2]))'
-	$(PYTHON) -m venv $(VENV)
-	# torch first and pinned, so that nothing else chooses its build.
+	@echo "Installing torch, transformers, lm-eval and the rest of constraints.txt into $(VENV): 2-3 minutes, no output."
+	@$(PYTHON) -m venv $(VENV)
+	@# torch first and pinned, so that nothing else chooses its build.
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -33,7 +35,7 @@ test-all: lint real-model
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu:
-	python3 -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu
 
 real-model: $(REAL_MODEL)/config.json
 
