@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "benchmarks"
@@ -30,7 +34,9 @@ def test_numerics_table() -> None:
     result = json.loads((RESULTS / "numerics.json").read_text())
     assert result["shape"] == {"B": 4, "H": 1, "T": 1024, "D": 128} and result["seeds"] == 5
     assert result["mask"] == "causal" and result["block"] == "128xD"
-    for name, printed in table("δ rule").items():
+    rows = table("δ rule")
+    assert list(rows) == list(result["rules"])
+    for name, printed in rows.items():
         rule = result["rules"][name]
         expected = [f"{rule[o]['dq']['mean']:.3f} ± {rule[o]['dq']['std']:.3f}" for o in "026"]
         residual = max(rule[o]["residual"]["mean"] for o in "026")
@@ -64,3 +70,53 @@ def test_links_and_folders_exist() -> None:
     assert len(files) >= 6
     for link in files:
         assert any((ROOT / f"{link}{end}").exists() for end in ("", ".md")), link
+
+
+def test_results_say_where_they_were_measured() -> None:
+    for path in RESULTS.glob("*.json"):
+        assert json.loads(path.read_text())["environment"]["packages"]["torch"], path.name
+
+
+def python_blocks() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    return [part.split("```")[0] for part in text.split("```python\n")[1:]]
+
+
+def test_code_runs_and_config_keeps_what_is_said(tmp_path) -> None:
+    """The blocks in order, on a small model; what config.json keeps, and a reload from it."""
+    from tiny_models import build
+    from transformers import AutoModelForCausalLM
+
+    from hf_deltamatch import DeltaMatchConfig, check_model
+
+    build("llama").save_pretrained(tmp_path / "model")
+    loaded = {}
+    for i, block in enumerate(python_blocks()):
+        block = block.replace('"HuggingFaceTB/SmolLM2-135M"', repr(str(tmp_path / "model")))
+        exec(block, loaded)
+        check = check_model(loaded["model"])
+        assert len(check.attention) == 2 and len(check.linears) == 14
+        loaded["model"].save_pretrained(tmp_path / str(i))
+        kept = json.loads((tmp_path / str(i) / "config.json").read_text())
+        assert ("quantization_config" in kept) == ("DeltaMatchConfig" in block)
+        assert "fp8_delta_matching" not in json.dumps(kept)
+    assert i == 1
+    DeltaMatchConfig().apply_to(loaded["model"])
+    loaded["model"].save_pretrained(tmp_path / "applied")
+    for folder in ("0", "applied"):
+        check = check_model(AutoModelForCausalLM.from_pretrained(tmp_path / folder))
+        assert len(check.attention) == 2 and len(check.linears) == 14
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["demo", "ARGS=--steps 20"], "examples/demo.py --steps 20"),
+        (["demo", "VENV=/tmp/no-such-venv"], "into /tmp/no-such-venv"),
+        (["test-gpu", "PYTHON=/some/python"], "/some/python -m pytest -m gpu"),
+    ],
+)
+def test_makefile(arguments: list[str], says: str) -> None:
+    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert says in done.stdout, done.stdout + done.stderr
