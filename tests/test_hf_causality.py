@@ -127,3 +127,16 @@ def test_huge_window_is_none(window: int) -> None:
     actual, expected = use(model, recipe="bf16")(**inputs), use(plain, recipe="bf16")(**inputs)
     assert_bitwise_equal(actual.logits, expected.logits)
     assert_bitwise_equal(model(batch()).logits, plain(batch()).logits)
+
+
+@torch.no_grad()
+def test_model_that_ignores_the_choice_keeps_its_mask() -> None:
+    """BLOOM runs its own attention whatever it is asked for (check_model says so). It was given no
+    mask then, and saw the future."""
+    model = build("bloom")
+    inputs, ids = padded("left"), batch(2, 40)
+    expected = [model(**inputs._asdict()).logits, model(ids).logits]
+    model.config._attn_implementation = OURS
+    actual = [model(**inputs._asdict()).logits, model(ids).logits]
+    assert_bitwise_equal(actual[0][inputs.real], expected[0][inputs.real])
+    assert_bitwise_equal(actual[1], expected[1])

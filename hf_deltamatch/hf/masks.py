@@ -69,6 +69,8 @@ def fp8_delta_matching_mask(
         )
     trusted = _flag_is_trusted(type(config))
     own_reader = _OWN_READERS.get(getattr(config, "model_type", None))
+    if own_reader is None and _ignores_us(type(config)):
+        own_reader = eager_mask
     chunk = getattr(config, "attention_chunk_size", None)
     plain = mask_function is causal_mask_function
     windowed = local_size is not None and local_size != chunk
@@ -102,19 +104,30 @@ def fp8_delta_matching_mask(
 
 @torch.compiler.assume_constant_result
 def _flag_is_trusted(config_class: type) -> bool:
-    return _supports_sdpa(config_class)
+    """Does the model of this config support SDPA, which reads ``is_causal`` where there is no mask?
+    False for models that Transformers does not know."""
+    return _every_model(config_class, lambda c: getattr(c, "_supports_sdpa", False))
+
+
+@torch.compiler.assume_constant_result
+def _ignores_us(config_class: type) -> bool:
+    """Does its model run code of its own whatever ``attn_implementation`` says? (``check_model``
+    says so.) Such code adds the mask to its logits."""
+    return _every_model(config_class, lambda c: not c._can_set_attn_implementation())
+
+
+def _every_model(config_class: type, test: Callable[[type], bool]) -> bool:
+    classes = _models_of(config_class)
+    return bool(classes) and all(test(c) for c in classes)
 
 
 @functools.cache
-def _supports_sdpa(config_class: type) -> bool:
-    """Does the model of this config support SDPA, which reads ``is_causal`` where there is no mask?
-    False for models that Transformers does not know."""
+def _models_of(config_class: type) -> tuple[type, ...]:
     try:
         classes = MODEL_MAPPING.get(config_class, ())
     except (ValueError, AttributeError, ImportError):  # a mapping to a class that is not there
-        return False
-    classes = classes if isinstance(classes, (tuple, list)) else (classes,)
-    return bool(classes) and all(getattr(c, "_supports_sdpa", False) for c in classes)
+        return ()
+    return tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
 
 
 def _shown(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
