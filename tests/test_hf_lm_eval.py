@@ -20,7 +20,9 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_deltamatch import AttentionRecipe  # noqa: E402
+from hf_deltamatch.hf.linear import fp8_linears  # noqa: E402
 from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
+from hf_deltamatch.hf.modules import attention_modules, choice_of  # noqa: E402
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "import os\nprint(os.sep)\n", "x = 1\n" * 9]
 
@@ -122,6 +124,73 @@ def test_saved_config_is_restored_and_overridden(tmp_path, task, save_config) ->
     assert (over["attention"], over["linear"]) == ({"stale_delta": 2}, {})
 
 
+LAYERS = {"model.layers.1.mlp": "bf16", "model.layers.1.self_attn": "bf16"}
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A checkpoint whose own config makes exceptions of every kind."""
+    config = hf_deltamatch.DeltaMatchConfig(
+        "stale_delta",
+        "mx",
+        layers={**LAYERS, "model.layers.0.mlp": "rowwise"},
+        modules_to_not_convert=["*.q_proj"],
+        include=["lm_head"],
+    )
+    config.apply_to(build("llama", vocab_size=259)).save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def what_runs(model) -> tuple[dict, dict, set]:
+    attention, linears = attention_modules(model), fp8_linears(model)
+    backends = {choice_of(m).backend for m in attention.values()}
+    backends |= {m.fp8_backend for m in linears.values()}
+    return (
+        {n: choice_of(m).recipe.name for n, m in attention.items()},
+        {n: m.fp8_recipe.name for n, m in linears.items()},
+        backends,
+    )
+
+
+def test_backend_changes_no_recipe(mixed) -> None:
+    attention, linears, backends = what_runs(load(mixed).model)
+    assert backends == {None} and set(linears.values()) == {"mx", "rowwise"}
+    assert attention["model.layers.1.self_attn"] == "bf16" and "lm_head" in linears
+    assert what_runs(load(mixed, fp8_backend="reference").model) == (
+        attention, linears, {"reference"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_recipe_keeps_what_the_checkpoint_leaves_in_high_precision(mixed, backend) -> None:
+    attention, linears, _ = what_runs(load(mixed).model)
+    lm = load(mixed, attention="dequantized_delta", linear="blockwise", fp8_backend=backend)
+    over = what_runs(lm.model)
+    left = {n for n, r in attention.items() if r == "bf16"}
+    assert left and over[0] == {
+        n: r if n in left else "dequantized_delta" for n, r in attention.items()
+    }
+    assert over[1] == dict.fromkeys(linears, "blockwise") and over[2] == {backend}
+    lm = load(mixed, linear="none", fp8_backend=backend)
+    assert what_runs(lm.model) == (attention, {}, {backend})
+
+
+def test_half_that_the_checkpoint_leaves_out(tmp_path) -> None:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    config = hf_deltamatch.DeltaMatchConfig("bf16", None, layers={"model.layers.1": "bf16"})
+    config.apply_to(build("llama", vocab_size=259)).save_pretrained(tmp_path)
+    assert what_runs(load(tmp_path, fp8_backend="reference").model)[1] == {}
+    attention, linears, _ = what_runs(load(tmp_path, attention="stale_delta", linear="mx").model)
+    assert set(attention.values()) == {"stale_delta"}  # "bf16" was the recipe of the whole model
+    assert len(linears) == 7 and not any("layers.1." in n for n in linears)
+
+
+def test_unknown_backend(checkpoint) -> None:
+    with pytest.raises(ValueError, match="fp8_backend: `backend` is 'slow'; allowed .*'reference'"):
+        load(checkpoint, fp8_backend="slow")
+
+
 def test_generate_until_is_the_same_in_a_padded_batch(checkpoint) -> None:
     contexts = ["def f(x):", "import numpy as np\nx = np.zeros(3)\n"]
     options = {"until": ["\n\n\n"], "max_gen_toks": 6, "do_sample": False}
@@ -141,8 +210,9 @@ def test_generate_until_is_the_same_in_a_padded_batch(checkpoint) -> None:
 
 def test_model_object_refuses_load_options(checkpoint) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    with pytest.raises(ValueError, match="model object is evaluated as it is"):
-        DeltaMatchLM(model, tokenizer=ByT5Tokenizer(extra_ids=0), attention="stale_delta")
+    for name, value in (("attention", "stale_delta"), ("fp8_backend", "reference")):
+        with pytest.raises(ValueError, match="model object is evaluated as it is.*backend="):
+            DeltaMatchLM(model, tokenizer=ByT5Tokenizer(extra_ids=0), **{name: value})
 
 
 def test_foreign_quantisation_is_refused(checkpoint) -> None:

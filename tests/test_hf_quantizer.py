@@ -182,6 +182,19 @@ def test_config_errors_on_load(changes: dict, parts: tuple, saved, tmp_path: Pat
         assert part in str(error.value)
 
 
+def test_config_arguments() -> None:
+    """A misspelt argument is an error; only a file may be from a newer version."""
+    with pytest.raises(TypeError, match="no argument 'attn'; did you mean 'attention'"):
+        DeltaMatchConfig(attn="bf16")
+    with pytest.raises(TypeError, match="no argument 'x'; Known are attention, linear"):
+        DeltaMatchConfig(x=1)
+    for name in ("modules_to_not_convert", "include"):
+        with pytest.raises(ValueError, match=f"{name} is .'zzz'. with linear=None"):
+            DeltaMatchConfig(linear=None, **{name: ["zzz"]})
+    with pytest.warns(UserWarning, match="unknown attn; ignored"):
+        DeltaMatchConfig.from_dict({"attn": "bf16"})
+
+
 def test_config_layers_order(saved, tmp_path: Path) -> None:
     """Saved with sorted keys; the most specific pattern wins all the same."""
     layers = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_deltamatch.hf.linear import fp8_linears
+from hf_deltamatch.hf.config import QUANT_METHOD, DeltaMatchConfig
+from hf_deltamatch.hf.linear import fp8_linears, low_precision_note
 from hf_deltamatch.hf.modules import (
     ATTN_IMPLEMENTATION,
     attention_modules,
     choice_of,
+    is_ours,
     own_attention_modules,
 )
+from hf_deltamatch.hf.running import running, would_run
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -26,6 +29,8 @@ class ModelCheck:
     """FP8 linears."""
     other_attention: dict[str, str]
     """Attention-like modules that run code of their own, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What to know before training."""
 
     def __str__(self) -> str:
         recipes = sorted({r.name for r in self.attention.values()})
@@ -35,6 +40,7 @@ class ModelCheck:
             f"{len(self.linears)} FP8 linears",
         ]
         lines += [f"not ours: {name}: {why}" for name, why in self.other_attention.items()]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -49,15 +55,17 @@ def check_model(model: nn.Module) -> ModelCheck:
 
     Raises:
         ValueError: the model was asked for ``fp8_delta_matching`` and would silently ignore it; or
-            it has neither FP8 attention nor FP8 linears.
+            its config holds a ``DeltaMatchConfig`` that was never applied; or it has neither FP8
+            attention nor FP8 linears.
     """
+    _refuse_config_without_effect(model)
     found = attention_modules(model)
     ours, other = {}, {}
     for name, module in found.items():
-        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if implementation == ATTN_IMPLEMENTATION:
+        if is_ours(module):
             ours[name] = choice_of(module).recipe
         else:
+            implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
             other[name] = f"its config asks for {implementation!r}"
     for name, module in own_attention_modules(model).items():
         other[name] = f"{type(module).__name__} does not use the attention interface"
@@ -77,7 +85,26 @@ def check_model(model: nn.Module) -> ModelCheck:
             f"{ATTN_IMPLEMENTATION!r}, call swap_linears(model), or pass "
             "quantization_config=DeltaMatchConfig()."
         )
-    return ModelCheck(ours, linears, other)
+    return ModelCheck(ours, linears, other, low_precision_note(fp8_linears(model).values()))
+
+
+def _refuse_config_without_effect(model: nn.Module) -> None:
+    """Transformers runs no quantiser in ``from_config``: the model is plain, and saves a config that
+    says otherwise."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD:
+        config = DeltaMatchConfig.from_dict(config)
+    if not isinstance(config, DeltaMatchConfig):
+        return
+    if any(vars(m).get("hf_quantizer") is not None for m in model.modules()):
+        return  # it keeps the config up to date
+    if would_run(config, model) != running(model):
+        raise ValueError(
+            f"check_model: the config of {type(model).__name__} holds a DeltaMatchConfig that the "
+            "model does not run: from_config builds the plain model. Apply it with "
+            "DeltaMatchConfig.from_dict(dict(model.config.quantization_config)).apply_to(model), or "
+            "delete model.config.quantization_config."
+        )
 
 
 def _why_ignored(other: dict[str, str]) -> str:

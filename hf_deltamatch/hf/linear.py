@@ -10,14 +10,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_deltamatch.hf.modules import check_patterns, matches, most_specific
+from hf_deltamatch.hf.linear_rules import (
+    default_reason,
+    in_features,
+    out_features,
+    tied_parameters,
+)
+from hf_deltamatch.hf.modules import (
+    check_backend,
+    check_patterns,
+    matches,
+    most_specific,
+    pattern_dict,
+    pattern_list,
+    update_saved_config,
+)
 from hf_deltamatch.ops import fp8_linear
 from hf_deltamatch.recipes import LinearRecipe
 
-MIN_OUT_FEATURES = 16
+DEFAULT_RECIPE = "blockwise"
 HIGH_PRECISION = "bf16"
 
 
@@ -61,18 +76,24 @@ class SwapReport:
     """Module name to ``shape, recipe``."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Module (or parameter) name to the reason."""
+    notes: list[str] = field(default_factory=list)
+    """What to know before training."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.swapped)} linears in FP8, {len(self.skipped)} left as they are"]
         for what, count in Counter(self.swapped.values()).most_common():
             lines.append(f"  {count:>4} x {what}")
-        lines += [f"  left {name}: {reason}" for name, reason in self.skipped.items()]
+        lines += [
+            f"  left {name or 'the module itself'}: {reason}"
+            for name, reason in self.skipped.items()
+        ]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
 def swap_linears(
     model: nn.Module,
-    recipe: str | LinearRecipe = "blockwise",
+    recipe: str | LinearRecipe | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     include: Iterable[str] = (),
@@ -84,22 +105,31 @@ def swap_linears(
 
     Swaps modules that are exactly ``nn.Linear`` or Transformers' ``Conv1D``. By default leaves the
     output embedding, tied weights, routers of mixtures, outputs narrower than 16, PEFT adapters,
-    and reports fused 3-D experts, which are no linear modules.
+    weights that the code around the module reads itself, and reports fused 3-D experts, which are
+    no linear modules.
+
+    A model loaded with a ``DeltaMatchConfig`` saves the new choice. One without saves none and
+    reloads with plain linears: see ``DeltaMatchConfig.apply_to``.
 
     Args:
-        recipe: name or :class:`LinearRecipe`.
+        recipe: name or :class:`LinearRecipe`. None: a model that already has FP8 linears keeps
+            them, with the recipe of each, and gets no others (so that ``swap_linears(model,
+            backend=…)`` changes nothing else); any other model gets ``"blockwise"``.
         filter_fn: ``filter_fn(module, name)``; False leaves a module. It narrows the default
             choice; see ``include`` to widen it.
         include: module patterns to swap although the default leaves them.
         modules_to_not_convert: module patterns to leave.
         layers: module pattern to recipe, the most specific one wins; ``"bf16"`` leaves a module.
-        backend: ``None`` (by device) or ``"reference"``.
+        backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what a module has (by device where
+            none was ever named).
 
     Returns:
         a :class:`SwapReport`; print it.
 
     Raises:
-        ValueError: nothing was swapped, or a pattern matches nothing.
+        ValueError: nothing would be swapped, a pattern matches nothing, or there is no such
+            backend; the model is then as it was.
+        TypeError: a string instead of a list of patterns, or a list instead of a dict.
 
     >>> report = swap_linears(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)))
     >>> print(report)
@@ -107,54 +137,126 @@ def swap_linears(
          1 x 64 -> 64, blockwise
       left 1: out_features 2 < 16
     """
-    base = LinearRecipe.resolve(recipe)
-    include, leave = tuple(include), tuple(modules_to_not_convert or ())
-    per_layer = {
-        p: None if r == HIGH_PRECISION else LinearRecipe.resolve(r)
-        for p, r in (layers or {}).items()
-    }
-    names = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
-    for what, patterns in (
-        ("include", include),
-        ("modules_to_not_convert", leave),
-        ("layers", per_layer),
-    ):
-        check_patterns(f"swap_linears: `{what}`", patterns, names or ["(no linear modules)"])
-    tied = _tied(model)
-    report = SwapReport()
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, Conv1D)):
-            _report_fused(name, module, report)
-            continue
-        reason = _hard_reason(module)
-        if reason is None and not any(matches(name, p) for p in include):
-            reason = _default_reason(model, name, module, tied)
-        if reason is None and any(matches(name, p) for p in leave):
-            reason = "in modules_to_not_convert"
-        pattern = most_specific(name, per_layer)
-        chosen = base if pattern is None else per_layer[pattern]
-        if reason is None and chosen is None:
-            reason = f"layers[{pattern!r}] is 'bf16'"
-        if reason is None and filter_fn is not None and not filter_fn(module, name):
-            reason = "filter_fn returned False"
-        if reason is not None:
-            _unswap(module)  # swapped by an earlier call
-            report.skipped[name] = reason
-            continue
-        module.__class__ = _SWAP.get(type(module), type(module))
-        module.fp8_recipe, module.fp8_backend = chosen, backend
-        shape = f"{_in_features(module)} -> {_out_features(module)}"
-        report.swapped[name] = f"{shape}, {chosen.name}"
-    if not report.swapped:
-        raise ValueError(
-            f"swap_linears: no module of {type(model).__name__} was swapped. Left:\n{report}"
-        )
+    check_backend("swap_linears", backend)
+    plan = plan_linears(
+        model,
+        recipe,
+        filter_fn,
+        include=pattern_list("swap_linears: `include`", include),
+        leave=pattern_list("swap_linears: `modules_to_not_convert`", modules_to_not_convert),
+        layers=pattern_dict("swap_linears: `layers`", layers),
+    )
+    report = swap_by_plan(model, plan, backend)
+    update_saved_config(model)
     return report
 
 
+def plan_linears(
+    model: nn.Module,
+    recipe: str | LinearRecipe | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    include: list[str],
+    leave: list[str],
+    layers: dict[str, str | LinearRecipe],
+    as_loaded: bool = False,
+) -> dict[str, LinearRecipe | str]:
+    """The recipe of every linear-like module, or the reason why it is left; changes nothing.
+
+    ``as_loaded`` leaves out what happened to modules since (hooks), and checks no patterns.
+    """
+    linears = linear_modules(model)
+    per_layer = {
+        p: None if r == HIGH_PRECISION else LinearRecipe.resolve(r) for p, r in layers.items()
+    }
+    if not as_loaded:
+        check_patterns("swap_linears: `include`", include, linears)
+        check_patterns("swap_linears: `modules_to_not_convert`", leave, linears)
+        check_patterns("swap_linears: `layers`", layers, linears)
+    keep = recipe is None and any(isinstance(m, _FP8) for m in linears.values())
+    base = LinearRecipe.resolve(recipe or DEFAULT_RECIPE)
+    tied = tied_parameters(model)
+
+    def decide(name: str, module: nn.Module) -> LinearRecipe | str:
+        reason = _hard_reason(module, hooks=not as_loaded)
+        if reason is not None:
+            return reason
+        kept, included = keep and isinstance(module, _FP8), any(matches(name, p) for p in include)
+        if not kept and not included:
+            reason = default_reason(model, name, module, tied)
+        if reason is None and any(matches(name, p) for p in leave):
+            reason = "in modules_to_not_convert"
+        pattern = most_specific(name, per_layer)
+        if reason is None and pattern is not None and per_layer[pattern] is None:
+            reason = f"layers[{pattern!r}] is 'bf16'"
+        if reason is None and keep and not (kept or included or pattern is not None):
+            reason = "was not in FP8 before; name a recipe to swap it"
+        if reason is None and filter_fn is not None and not filter_fn(module, name):
+            reason = "filter_fn returned False"
+        if reason is not None:
+            return reason
+        if pattern is not None:
+            return per_layer[pattern]
+        return module.fp8_recipe if kept else base
+
+    return {name: decide(name, module) for name, module in linears.items()}
+
+
+def swap_by_plan(
+    model: nn.Module, plan: dict[str, LinearRecipe | str], backend: str | None
+) -> SwapReport:
+    """Carries a plan out.
+
+    Raises:
+        ValueError: it would swap nothing.
+    """
+    report = SwapReport()
+    for name, module in model.named_modules():
+        if name not in plan:
+            _report_fused(name, module, report)
+        elif isinstance(plan[name], str):
+            report.skipped[name] = plan[name]
+        else:
+            shape = f"{in_features(module)} -> {out_features(module)}"
+            report.swapped[name] = f"{shape}, {plan[name].name}"
+    if not report.swapped:
+        raise ValueError(
+            f"swap_linears: no module of {type(model).__name__} can be swapped. Left:\n{report}"
+        )
+    for name, chosen in plan.items():
+        module = model.get_submodule(name)
+        if isinstance(chosen, str):
+            _unswap(module)  # swapped by an earlier call
+            continue
+        module.__class__ = _SWAP.get(type(module), type(module))
+        module.fp8_recipe = chosen
+        module.fp8_backend = backend or getattr(module, "fp8_backend", None)
+    report.notes = low_precision_note([model.get_submodule(n) for n in report.swapped])
+    return report
+
+
+def low_precision_note(modules: Iterable[nn.Module]) -> list[str]:
+    """Master weights in BF16 lose small updates; FP8 arithmetic asks for none of it."""
+    low = Counter(
+        m.weight.dtype
+        for m in modules
+        if m.weight.requires_grad and m.weight.dtype in (torch.bfloat16, torch.float16)
+    )
+    return [
+        f"{count} FP8 linears train {str(dtype).removeprefix('torch.')} weights, which lose small "
+        'updates; for training load with dtype=torch.float32 and use mixed_precision="bf16"'
+        for dtype, count in low.items()
+    ]
+
+
 def unswap_linears(model: nn.Module) -> int:
-    """Turn FP8 linears back into the plain modules they were; returns how many."""
-    return sum(_unswap(module) for module in model.modules())
+    """Turn FP8 linears back into the plain modules they were; returns how many.
+
+    What a model that was loaded with a ``DeltaMatchConfig`` saves about itself follows.
+    """
+    count = sum(_unswap(module) for module in model.modules())
+    update_saved_config(model)
+    return count
 
 
 def _unswap(module: nn.Module) -> bool:
@@ -165,81 +267,26 @@ def _unswap(module: nn.Module) -> bool:
     return True
 
 
+def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Linears, in FP8 or not, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+
+
 def fp8_linears(model: nn.Module) -> dict[str, nn.Module]:
     """FP8 linear modules by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, _FP8)}
 
 
-def _out_features(module: nn.Module) -> int:
-    return module.nf if isinstance(module, Conv1D) else module.out_features
-
-
-def _in_features(module: nn.Module) -> int:
-    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
-
-
-def _hard_reason(module: nn.Module) -> str | None:
+def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
     """Why a module cannot be swapped, whatever is asked for."""
     if type(module) not in _SWAP and not isinstance(module, _FP8):
         kind = type(module)
         return f"{kind.__module__}.{kind.__name__} is not exactly nn.Linear"
-    if "forward" in vars(module) and not isinstance(module, _FP8):
+    if hooks and "forward" in vars(module) and not isinstance(module, _FP8):
         return "its forward is replaced on the instance (an Accelerate hook, for example)"
     if not module.weight.is_floating_point() or module.weight.element_size() < 2:
         return f"the weight is stored as {module.weight.dtype}"
     return None
-
-
-def _default_reason(
-    model: nn.Module, name: str, module: nn.Module, tied: dict[int, list[str]]
-) -> str | None:
-    """Why a module is left by default."""
-    if module is _output_embedding(model):
-        return "output embedding"
-    shared = [n for n in tied.get(id(module.weight), ()) if n != f"{name}.weight"]
-    if shared:
-        return f"weight tied with {shared[0]}"
-    if _is_router(model, name):
-        return "router of a mixture of experts"
-    if _is_adapter(name):
-        return "PEFT adapter"
-    if name.split(".")[-1] == "dt_proj":
-        return "Mamba multiplies by this weight itself, past the module"
-    if _out_features(module) < MIN_OUT_FEATURES:
-        return f"out_features {_out_features(module)} < {MIN_OUT_FEATURES}"
-    return None
-
-
-def _output_embedding(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
-
-
-def _tied(model: nn.Module) -> dict[int, list[str]]:
-    """Names of every parameter, by identity; before loading, also what Transformers will tie."""
-    by_id: dict[int, list[str]] = {}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for name, param in params.items():
-        by_id.setdefault(id(param), []).append(name)
-    for a, b in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if a in params and b in params:
-            names = by_id[id(params[a])] + by_id[id(params[b])]
-            by_id[id(params[a])] = by_id[id(params[b])] = list(dict.fromkeys(names))
-    return by_id
-
-
-def _is_router(model: nn.Module, name: str) -> bool:
-    parts = name.split(".")
-    if any(p == "router" or p.endswith("_router") for p in parts):
-        return True
-    if parts[-1] != "gate":
-        return False
-    parent = model.get_submodule(".".join(parts[:-1]))
-    return any("expert" in child for child, _ in parent.named_children())
-
-
-def _is_adapter(name: str) -> bool:
-    return any(p.startswith("lora_") or p == "modules_to_save" for p in name.split("."))
 
 
 def _report_fused(name: str, module: nn.Module, report: SwapReport) -> None:

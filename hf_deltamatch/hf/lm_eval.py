@@ -6,7 +6,10 @@
 * ``attention``: recipe name, ``auto`` (what the checkpoint says, else ``delta_matching``) or
   ``none``;
 * ``linear``: recipe name, ``auto`` (what the checkpoint says, else ``blockwise``) or ``none``;
-* ``fp8_backend``: ``reference`` for the slow path on a GPU without a kernel.
+* ``fp8_backend``: ``reference`` for the slow path on a GPU without a kernel. It changes no recipe.
+
+A recipe name replaces the recipe of every module that a checkpoint's own config runs in FP8; what
+that config leaves in high precision stays so.
 """
 
 from __future__ import annotations
@@ -22,9 +25,23 @@ from lm_eval.models.huggingface import HFLM
 from hf_deltamatch.environment import environment
 from hf_deltamatch.hf.attention import ATTN_IMPLEMENTATION
 from hf_deltamatch.hf.check import check_model
-from hf_deltamatch.hf.linear import swap_linears, unswap_linears
-from hf_deltamatch.hf.modules import attention_modules, set_attention_recipe
-from hf_deltamatch.hf.quantizer import DeltaMatchConfig
+from hf_deltamatch.hf.config import DeltaMatchConfig
+from hf_deltamatch.hf.linear import (
+    HIGH_PRECISION,
+    fp8_linears,
+    linear_modules,
+    swap_linears,
+    unswap_linears,
+)
+from hf_deltamatch.hf.modules import (
+    attention_modules,
+    check_backend,
+    choice_of,
+    is_ours,
+    matches,
+    plain_implementation,
+    set_attention_recipe,
+)
 from hf_deltamatch.ops.observe import CALLS
 
 _DEFAULTS = {"attention": "delta_matching", "linear": "blockwise"}
@@ -49,10 +66,13 @@ class DeltaMatchLM(HFLM):
         self._wanted = {"attention": attention, "linear": linear}
         self._fp8_backend = fp8_backend
         self._calls_before = Counter(CALLS)
-        if not isinstance(pretrained, str) and {attention, linear} != {"auto"}:
+        check_backend("hf-deltamatch: fp8_backend", fp8_backend)
+        choices = (attention, linear, fp8_backend)
+        if not isinstance(pretrained, str) and choices != ("auto", "auto", None):
             raise ValueError(
-                "hf-deltamatch: `attention` and `linear` choose how a checkpoint is loaded; a model "
-                "object is evaluated as it is. Use set_attention_recipe and swap_linears on it."
+                "hf-deltamatch: `attention`, `linear` and `fp8_backend` choose how a checkpoint is "
+                "loaded; a model object is evaluated as it is. Use set_attention_recipe(model, "
+                "recipe, backend=…) and swap_linears(model, recipe, backend=…) on it."
             )
         super().__init__(pretrained, **kwargs)
 
@@ -76,23 +96,33 @@ class DeltaMatchLM(HFLM):
 
     def _override_saved(self, saved: DeltaMatchConfig) -> None:
         """The checkpoint's own config wins in Transformers; apply what was asked for on top."""
+        model, backend = self.model, self._fp8_backend
         attention, linear = self._wanted["attention"], self._wanted["linear"]
         if attention in (None, "none"):
-            self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+            model.set_attn_implementation(plain_implementation(model))
         elif attention != "auto":
-            self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
-            set_attention_recipe(self.model, attention, backend=self._fp8_backend)
-        elif saved.attention is not None and self._fp8_backend is not None:
-            set_attention_recipe(self.model, backend=self._fp8_backend)
+            kept = {
+                n: HIGH_PRECISION
+                for n, m in attention_modules(model).items()
+                if is_ours(m) and not choice_of(m).recipe.quantize and saved.attention.quantize
+            }
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
+            set_attention_recipe(model, attention, kept, backend)
+        elif saved.attention is not None:
+            set_attention_recipe(model, backend=backend)
         if linear in (None, "none"):
-            unswap_linears(self.model)
-        elif linear != "auto" or (saved.linear is not None and self._fp8_backend is not None):
+            unswap_linears(model)
+        elif linear != "auto" and saved.linear is not None:
+            running = list(fp8_linears(model))
             swap_linears(
-                self.model,
-                saved.linear if linear == "auto" else linear,
-                modules_to_not_convert=saved.modules_to_not_convert,
-                backend=self._fp8_backend,
+                model, linear, lambda _, name: name in running, include=running, backend=backend
             )
+        elif linear != "auto":
+            left = [p for p, d in (saved.layers or {}).items() if d.get("linear") == HIGH_PRECISION]
+            left = [p for p in left if any(matches(n, p) for n in linear_modules(model))]
+            swap_linears(model, linear, modules_to_not_convert=left, backend=backend)
+        elif saved.linear is not None:
+            swap_linears(model, backend=backend)
 
     def get_model_info(self) -> dict[str, Any]:
         """lm-eval's own facts, and under ``deltamatch`` what really ran."""

@@ -6,14 +6,17 @@ The attention interface hands its module to the attention function; the recipe l
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import functools
 import inspect
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_deltamatch.ops import backend as backends
 from hf_deltamatch.recipes import AttentionRecipe
 
 ATTN_IMPLEMENTATION = "fp8_delta_matching"
@@ -31,6 +34,17 @@ DEFAULT_CHOICE = AttentionChoice(AttentionRecipe.from_name("delta_matching"))
 
 def choice_of(module: nn.Module) -> AttentionChoice:
     return getattr(module, "deltamatch", DEFAULT_CHOICE)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Does the config of this attention module ask for our function?"""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == ATTN_IMPLEMENTATION
+
+
+def plain_implementation(model: PreTrainedModel) -> str:
+    """What Transformers would run by itself."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 @functools.cache
@@ -84,15 +98,63 @@ def most_specific(name: str, patterns: dict[str, object]) -> str | None:
     return max(found, key=lambda p: (sum(c not in "*?[]" for c in p), p), default=None)
 
 
-def check_patterns(what: str, patterns, names) -> None:
-    """Raises where a pattern matches no name."""
+def pattern_list(what: str, patterns: Iterable[str] | None) -> list[str]:
+    """The patterns; a single string, which would be read letter by letter, raises."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"{what} is the string {patterns!r}; it must be a list of module patterns. "
+            f"Write [{patterns!r}]."
+        )
+    return list(patterns or ())
+
+
+def pattern_dict(what: str, patterns: dict[str, Any] | None) -> dict[str, Any]:
+    if patterns is not None and not isinstance(patterns, dict):
+        raise TypeError(
+            f"{what} is a {type(patterns).__name__}; it must be a dict of module pattern to recipe, "
+            'for example {"model.layers.0": "bf16"}.'
+        )
+    return patterns or {}
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raises where a pattern matches no name, with the names that come nearest."""
     names = list(names)
     for pattern in patterns:
         if not any(matches(n, pattern) for n in names):
-            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise ValueError(
-                f"{what}: pattern {pattern!r} matches no module. Names look like: {shown or 'none'}."
+                f"{what}: pattern {pattern!r} matches no module. {_nearest(pattern, names)}"
             )
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    names = [n for n in names if n]
+    if not names:
+        return "There is no module that it could name."
+    if any(n.endswith("." + pattern) for n in names):
+        return f"It must match from the first component: write '*.{pattern}' (as in {names[0]})."
+    parts = [n.split(".") for n in names]
+    every = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
+    near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.0)
+    return f"The nearest names are {', '.join(near)}; names look like {names[0]}."
+
+
+def check_backend(what: str, backend: str | None) -> None:
+    """Raises for a backend that no op has, when it is chosen and not in the first forward."""
+    if backend is not None and backend not in backends.BACKENDS:
+        raise ValueError(
+            f"{what}: `backend` is {backend!r}; allowed are None (choose by device), "
+            f"{', '.join(repr(b) for b in backends.BACKENDS)}."
+        )
+
+
+def update_saved_config(model: nn.Module) -> None:
+    """What ``model`` would save about itself follows what it runs. Models without a quantisation
+    config of this package save nothing."""
+    for module in model.modules():
+        quantizer = vars(module).get("hf_quantizer")
+        if hasattr(quantizer, "follow"):
+            quantizer.follow(module)
 
 
 def set_attention_recipe(
@@ -101,34 +163,52 @@ def set_attention_recipe(
     layers: dict[str, str | AttentionRecipe] | None = None,
     backend: str | None = None,
 ) -> dict[str, AttentionRecipe]:
-    """Choose the attention recipe of a model loaded with ``attn_implementation="fp8_delta_matching"``.
+    """Choose the attention recipe of a model that runs ``attn_implementation="fp8_delta_matching"``.
+
+    A model loaded with a ``DeltaMatchConfig`` saves the new choice. One without saves none, as
+    Transformers saves no ``attn_implementation``: see ``DeltaMatchConfig.apply_to``.
 
     Args:
         recipe: name or recipe for every attention module; None keeps what each has.
         layers: module pattern to recipe; the most specific pattern wins over ``recipe``. "bf16"
             keeps a layer in high precision.
-        backend: ``None`` (by device) or ``"reference"``.
+        backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what each module has (by device
+            where none was ever named).
 
     Returns:
-        the recipe of each attention module, by name.
+        the recipe of each attention module that runs our function, by name.
 
     Raises:
-        ValueError: the model has no attention module to set, or a pattern matches none.
+        ValueError: the model has no attention module to set or runs another implementation, or a
+            pattern matches none, or there is no such backend.
+        TypeError: ``layers`` is not a dict.
     """
-    modules = attention_modules(model)
-    if not modules:
+    what = "set_attention_recipe"
+    check_backend(what, backend)
+    layers = pattern_dict(f"{what}: `layers`", layers)
+    found = attention_modules(model)
+    if not found:
         raise ValueError(
-            f"set_attention_recipe: {type(model).__name__} has no module that uses the attention "
-            "interface of Transformers, so no recipe would have an effect."
+            f"{what}: {type(model).__name__} has no module that uses the attention interface of "
+            "Transformers, so no recipe would have an effect."
         )
-    layers = layers or {}
-    check_patterns("set_attention_recipe", layers, modules)
+    modules = {name: m for name, m in found.items() if is_ours(m)}
+    if not modules:
+        asked = getattr(
+            getattr(next(iter(found.values())), "config", None), "_attn_implementation", None
+        )
+        raise ValueError(
+            f"{what}: the attention of {type(model).__name__} is {asked!r}, so no recipe would have "
+            f'an effect. Call model.set_attn_implementation("{ATTN_IMPLEMENTATION}") first.'
+        )
+    check_patterns(what, layers, modules)
     resolved = {p: AttentionRecipe.resolve(r) for p, r in layers.items()}
     base = None if recipe is None else AttentionRecipe.resolve(recipe)
     out = {}
     for name, module in modules.items():
-        pattern = most_specific(name, resolved)
-        chosen = resolved[pattern] if pattern is not None else base or choice_of(module).recipe
-        module.deltamatch = AttentionChoice(chosen, backend)
+        pattern, before = most_specific(name, resolved), choice_of(module)
+        chosen = resolved[pattern] if pattern is not None else base or before.recipe
+        module.deltamatch = AttentionChoice(chosen, backend or before.backend)
         out[name] = chosen
+    update_saved_config(model)
     return out
