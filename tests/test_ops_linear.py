@@ -336,7 +336,7 @@ X, W = torch.zeros(5, 64), torch.zeros(48, 64)
         ((X, W, torch.zeros(48, dtype=torch.int32)), ValueError, ("bias", "int32", "bfloat16")),
         ((X, W, None, "tensorwise"), ValueError, ("'tensorwise'", "blockwise", "rowwise", "mx")),
         ((X, W, None, 8), TypeError, ("int", "blockwise", "LinearRecipe")),
-        ((X, W, None, "mx", "triton"), ValueError, ("linear", "'triton'", "'reference'")),
+        ((X, W, None, "mx", "cuda"), ValueError, ("linear", "'cuda'", "'reference'")),
     ],
 )
 def test_fp8_linear_bad_arguments(args: tuple, error: type, parts: tuple[str, ...]) -> None:
