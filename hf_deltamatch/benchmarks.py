@@ -57,6 +57,25 @@ QUANTISERS = ("_quantize_kernel", "_transpose_kernel")
 RECIPES = ("delta_matching", "delta_matching 1xD", "stale_delta")
 
 
+class BenchError(RuntimeError):
+    """No device, or numbers that are wrong: nothing to time."""
+
+
+def parse_shape(text: str) -> Shape:
+    """``B,Hq,Hkv,T,D,causal`` or ``…,full``."""
+    *numbers, mask = text.split(",")
+    if len(numbers) != 5 or not all(n.isdigit() and int(n) > 0 for n in numbers):
+        raise ValueError(
+            f"--shape is {text!r}; it must be B,Hq,Hkv,T,D,causal or B,Hq,Hkv,T,D,full."
+        )
+    if mask not in ("causal", "full"):
+        raise ValueError(f"--shape is {text!r}; it must end in `causal` or `full`.")
+    shape = Shape(*(int(n) for n in numbers), mask == "causal")
+    if shape.Hq % shape.Hkv:
+        raise ValueError(f"--shape is {text!r}; Hq must be a multiple of Hkv.")
+    return shape
+
+
 def parse_recipe(text: str) -> AttentionRecipe:
     """``NAME`` or ``NAME BLOCK``."""
     name, *block = text.split()
@@ -95,7 +114,7 @@ def verify(s: Shape, recipe: AttentionRecipe) -> float:
     emulates their tiles, on two heads per group and up to 1024 tokens.
 
     Raises:
-        RuntimeError: above 1.5 %, where FP8 itself costs 3 to 8 %.
+        BenchError: above 1.5 %, where FP8 itself costs 3 to 8 %.
     """
     small = s._replace(B=1, Hq=2 * s.Hq // s.Hkv, Hkv=2, T=min(s.T, 1024))
     q, k, v, do = (x.detach() for x in make_inputs(small))
@@ -110,8 +129,8 @@ def verify(s: Shape, recipe: AttentionRecipe) -> float:
     theirs = (ref.o, *reference.attention_bwd(do, None, ref, None, **options, **backward)[:3])
     worst = max(rel_rms(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
     if not worst < MAX_DIFFERENCE:
-        raise RuntimeError(
-            f"bench attention: kernels and reference differ by {worst:.3g} for {small!s}, recipe "
+        raise BenchError(
+            f"kernels and reference differ by {worst:.3g} for {small!s}, recipe "
             f"{recipe.name}; allowed is {MAX_DIFFERENCE}. No speed is printed for wrong numbers."
         )
     return worst
@@ -185,10 +204,10 @@ def bench_attention(
     """Time every shape with every recipe and baseline.
 
     Raises:
-        RuntimeError: no CUDA device, or a comparison that fails.
+        BenchError: no CUDA device, or a comparison that fails.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("bench attention: needs a CUDA device; none is available.")
+        raise BenchError("attention kernels are timed on a CUDA device; none is available.")
     peak = fp8_peak()
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {"fp8_peak_tflops": peak, "shapes": []}

@@ -13,6 +13,7 @@ examples:
   hf-deltamatch recipe delta_matching
   hf-deltamatch recipe delta_matching --block 1xD --project-row-sum
   hf-deltamatch numerics --seeds 5 --json numerics.json
+  hf-deltamatch bench attention --json attention.json
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         return _eval(argv[1:])
     args = _parser().parse_args(argv)
     try:
-        return {"env": _env, "recipe": _recipe, "numerics": _numerics}[args.command](args)
+        run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
+        return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
 
@@ -92,6 +94,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     numerics.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the table to this file"
+    )
+    bench = commands.add_parser("bench", help="our kernels beside BF16, on a CUDA device")
+    bench.add_argument("what", choices=["attention"])
+    bench.add_argument(
+        "--shape",
+        action="append",
+        metavar="B,Hq,Hkv,T,D,causal|full",
+        help="may be repeated (default: the shapes of examples/benchmarks)",
+    )
+    bench.add_argument(
+        "--recipe",
+        action="append",
+        metavar="'NAME [BLOCK]'",
+        help="may be repeated (default: delta_matching, delta_matching 1xD, stale_delta)",
+    )
+    bench.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the times to this file"
     )
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
@@ -165,13 +184,10 @@ def _equations(recipe) -> str:
 
 def _numerics(args: argparse.Namespace) -> int:
     from hf_deltamatch import numerics
-    from hf_deltamatch.environment import environment
 
     if args.seeds < 1:
         raise ValueError(f"--seeds is {args.seeds}; it must be at least 1.")
-    # Before minutes of work, not after it.
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ValueError(f"--json is {args.json}; it must be a file in a folder that exists.")
+    _check_json(args.json)
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
@@ -180,9 +196,40 @@ def _numerics(args: argparse.Namespace) -> int:
     result = numerics.table(args.seeds, args.block, progress)
     progress("\r")
     print(numerics.format_table(result))
-    if args.json is not None:
-        text = json.dumps({**result, "environment": environment()}, indent=2) + "\n"
-        args.json.write_text(text)
+    _write_json(args.json, result)
+    return 0
+
+
+def _check_json(path: Path | None) -> None:
+    """Before minutes of work, not after it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--json is {path}; it must be a file in a folder that exists.")
+
+
+def _write_json(path: Path | None, result: dict) -> None:
+    from hf_deltamatch.environment import environment
+
+    if path is not None:
+        path.write_text(json.dumps({**result, "environment": environment()}, indent=2) + "\n")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    _check_json(args.json)
+    try:
+        from hf_deltamatch import benchmarks
+    except ImportError as error:
+        raise ValueError(f"the kernels need Triton ({error}).") from error
+    shapes = benchmarks.SHAPES
+    if args.shape is not None:
+        shapes = tuple(benchmarks.parse_shape(text) for text in args.shape)
+    recipes = benchmarks.RECIPES if args.recipe is None else tuple(args.recipe)
+    for text in recipes:
+        benchmarks.parse_recipe(text)
+    try:
+        result = benchmarks.bench_attention(shapes, recipes)
+    except benchmarks.BenchError as error:
+        return _failed("bench", error)
+    _write_json(args.json, result)
     return 0
 
 

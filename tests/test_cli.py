@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_deltamatch
 from hf_deltamatch import AttentionRecipe, LinearRecipe, cli, numerics
@@ -229,3 +230,26 @@ def test_entry_points_are_declared() -> None:
     assert command.load() is cli.main
     (model,) = points.select(group="lm_eval.models", name="hf-deltamatch")
     assert model.value == "hf_deltamatch.hf.lm_eval:DeltaMatchLM"
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        ("--shape 1,2,3", "'1,2,3'; it must be B,Hq,Hkv,T,D,causal"),
+        ("--shape 1,2,2,64,64,mask", "end in `causal` or `full`"),
+        ("--shape 1,3,2,64,64,full", "multiple of Hkv"),
+        ("--recipe fast", "fast"),
+        ("--json no/such/file", "a folder that exists"),
+    ],
+)
+def test_bench_bad_arguments(argv: str, words: str, capsys) -> None:
+    pytest.importorskip("triton")
+    assert cli.main(["bench", "attention", *argv.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a device to time on")
+def test_bench_needs_a_device(capsys) -> None:
+    pytest.importorskip("triton")
+    assert cli.main(["bench", "attention"]) == 2
+    assert "CUDA device" in capsys.readouterr().err
