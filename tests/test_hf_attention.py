@@ -155,11 +155,45 @@ def test_fp8_delta_matching_attention_additive_mask(low: str, dtype: torch.dtype
             ours(q, k, v, additive)
 
 
-def test_fp8_delta_matching_attention_integer_mask() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+def test_fp8_delta_matching_attention_integer_mask(dtype: torch.dtype) -> None:
     """A 4-D mask of 0 and 1 has no agreed meaning, and the int32 one is not the compact form."""
-    for dtype in (torch.int32, torch.int64, torch.uint8):
-        with pytest.raises((ValueError, TypeError)):
-            ours(*qkv(), causal(24).expand(2, -1, -1, -1).to(dtype))
+    mask = causal(24).expand(2, -1, -1, -1).to(dtype)
+    for call in (lambda: ours(*qkv(), mask), lambda: use(build("llama"))(batch(2, 24), mask)):
+        with pytest.raises(ValueError) as error:
+            call()
+        for part in (f"`attention_mask` is {dtype} (2, 1, 24, 24)", "True = attend", "mask.bool()"):
+            assert part in str(error.value)
+
+
+def test_fp8_delta_matching_attention_mask_without_heads() -> None:
+    """It would be broadcast along heads and not along the batch."""
+    q, k, v = qkv()
+    for visible in (causal(24)[0].expand(2, -1, -1), torch.zeros(2, 24, 24)):
+        with pytest.raises(
+            ValueError, match=r"attention_mask.*without a dimension.*mask\[:, None\]"
+        ):
+            ours(q, k, v, visible)
+    assert_bitwise_equal(ours(q, k, v, causal(24)[0]), ours(q, k, v, causal(24)))  # [1, Tq, Tk]
+
+
+def test_fp8_delta_matching_attention_meta() -> None:
+    """Shapes without data, as of a model on the meta device, which has no autocast."""
+    q, k, v = (x.to("meta") for x in qkv())
+    assert ours(q, k, v).shape == (2, 24, 4, 16)
+    model, ids = use(build("llama")).to("meta"), torch.zeros(2, 24, dtype=torch.long, device="meta")
+    for mask in (None, torch.ones_like(ids), torch.zeros(2, 1, 24, 24, device="meta")):
+        assert model(ids, attention_mask=mask).logits.shape == (2, 24, 128)
+
+
+def test_fp8_delta_matching_attention_one_query_keeps_its_window() -> None:
+    """A single query sees all keys, and still no more than its window of them."""
+    q, k, v = qkv(T=1, Tk=24)
+    assert_bitwise_equal(ours(q, k, v), ours(q, k, v, is_causal=False))
+    visible = (torch.arange(24) >= 24 - 5)[None, None, None]
+    for window in (5, 2**31 + 5):
+        mask = visible if window == 5 else None
+        assert_close(ours(q, k, v, sliding_window=window), sdpa(q, k, v, mask), rms=EXACT)
 
 
 def test_fp8_delta_matching_attention_context_parallel() -> None:

@@ -7,9 +7,13 @@ import weakref
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils.import_utils import is_tracing
 
-from hf_deltamatch.hf.masks import as_boolean, fp8_delta_matching_mask, own_key_shown
+from hf_deltamatch.hf.masks import (
+    fp8_delta_matching_mask,
+    has_values,
+    own_key_shown,
+    usable_mask,
+)
 from hf_deltamatch.hf.modules import ATTN_IMPLEMENTATION, choice_of
 from hf_deltamatch.ops import delta_matching_attention
 
@@ -63,14 +67,19 @@ def fp8_delta_matching_attention(
     Raises:
         NotImplementedError: an argument with a meaning the op does not implement, dropout, or
             active context parallelism.
+        ValueError: a mask of integers or one that is a bias, packed sequences that nothing
+            separates, or half of their description.
     """
     _refuse(dropout, kwargs)
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise ValueError(
+            "fp8_delta_matching: `cu_seq_lens_k` came without `cu_seq_lens_q`, so the sequences "
+            "would attend to each other. Pass both; for self-attention they are the same tensor."
+        )
     query, key, value = _one_dtype(module, query, key, value)
     choice = choice_of(module)
     options = {}
-    mask = attention_mask
-    if mask is not None and mask.dtype != torch.int32:
-        mask = as_boolean(mask)
+    mask = None if attention_mask is None else usable_mask(attention_mask)
     if cu_seq_lens_q is None and (mask is None or mask.dtype == torch.int32):
         _refuse_unmasked_packing(kwargs.get("position_ids"), mask, query.shape[2])
     if cu_seq_lens_q is not None:
@@ -79,9 +88,8 @@ def fp8_delta_matching_attention(
             cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
         )
     if mask is None or cu_seq_lens_q is not None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # A single query is the newest token: it sees all keys, whatever the flag.
-        causal = bool(causal) and query.shape[2] > 1
+        # Aligned bottom-right: a single query, the newest token, sees all keys of its window.
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if mask is None or mask.dtype == torch.bool:
             options["is_causal"] = causal
             options["window"] = sliding_window if causal else None
@@ -123,7 +131,9 @@ def _refuse(dropout: float, kwargs: dict) -> None:
         )
 
 
-_checked: tuple[weakref.ref, int | None] | None = None
+# Positions and masks that were found in order, newest last: one look per forward and kind of mask,
+# as all layers are handed the same tensors.
+_checked: tuple[tuple, ...] = ()
 
 
 def _refuse_unmasked_packing(
@@ -131,15 +141,17 @@ def _refuse_unmasked_packing(
 ) -> None:
     """Positions that restart mean packed sequences; without a mask they would see each other.
 
-    Transformers looks for packing only without a cache and without an ``attention_mask``; its masks
-    are then boolean. One look per forward: all layers are handed the same tensor. Values cannot be
+    Transformers looks for packing only without a cache and without an ``attention_mask``, and only
+    in models that hand their positions to the mask; its masks are then boolean. Values cannot be
     read in a compiled graph.
     """
     global _checked
-    if position_ids is None or position_ids.dim() != 2 or q_length == 1 or is_tracing(position_ids):
+    if position_ids is None or position_ids.dim() != 2 or q_length == 1:
         return
-    version = None if position_ids.is_inference() else position_ids._version
-    if _checked is not None and _checked[0]() is position_ids and _checked[1] == version:
+    if not has_values(position_ids):
+        return
+    pair = (position_ids, mask)
+    if any(all(map(_unchanged, seen, pair)) for seen in _checked):
         return
     restarts = position_ids.diff(dim=-1) <= 0
     if mask is not None:  # positions of padding are arbitrary
@@ -148,11 +160,26 @@ def _refuse_unmasked_packing(
     if bool(restarts.any()):
         raise ValueError(
             "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
-            "mask separates them, so they would attend to each other. Pass use_cache=False and no "
-            "attention_mask, so that Transformers sees the packing, or pass cu_seq_lens_q and "
-            "cu_seq_lens_k."
+            "mask separates them, so they would attend to each other. Pass cu_seq_lens_q and "
+            "cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
+            "them), which works for every model that hands keyword arguments on; or, for models "
+            "that look for packing in their positions, use_cache=False and no attention_mask."
         )
-    _checked = weakref.ref(position_ids), version
+    # Inference tensors count no versions: a change in place would go unseen.
+    if not torch.is_inference_mode_enabled() and not any(
+        t is not None and t.is_inference() for t in pair
+    ):
+        _checked = (*_checked[-3:], tuple(map(_remember, pair)))
+
+
+def _remember(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (weakref.ref(tensor), tensor._version)
+
+
+def _unchanged(seen: tuple | None, tensor: Tensor | None) -> bool:
+    if seen is None or tensor is None:
+        return seen is tensor
+    return seen[0]() is tensor and not tensor.is_inference() and seen[1] == tensor._version
 
 
 def _describe(value) -> str:
@@ -175,7 +202,8 @@ def _one_dtype(
     """One dtype for q, k, v. Rotary embeddings and norms in FP32 leave q and k wider than v; norms
     that PEFT keeps in FP32 widen all three beyond the layer's weights."""
     dtype = value.dtype
-    autocast = torch.is_autocast_enabled(query.device.type)
+    device = query.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if dtype == torch.float32 and not autocast:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
         if linear is not None and linear.weight.dtype in (torch.bfloat16, torch.float16):

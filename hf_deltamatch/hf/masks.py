@@ -141,8 +141,13 @@ def _shown(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Ten
 
 
 def _all(shown: Tensor | None) -> bool:
-    # Reading the values would break a compiled graph, where the compact mask is right as well.
-    return shown is None or (not is_tracing(shown) and bool(shown.all()))
+    # Without values, the compact mask is right as well.
+    return shown is None or (has_values(shown) and bool(shown.all()))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """May values be read? Not in a compiled graph, which they would break, nor on meta."""
+    return not is_tracing(tensor) and not tensor.is_meta
 
 
 def compact_mask(
@@ -179,6 +184,29 @@ def own_key_shown(mask: Tensor, q_length: int) -> Tensor:
     return position.gather(1, own.clamp(0, position.shape[-1] - 1)) >= 0
 
 
+def usable_mask(mask: Tensor) -> Tensor:
+    """The mask that an attention module was handed, as the op takes it: compact or boolean.
+
+    Raises:
+        ValueError: a mask of integers, one with a dimension missing, or one that is a bias.
+    """
+    given = f"fp8_delta_matching: `attention_mask` is {mask.dtype} {tuple(mask.shape)}"
+    allowed = (
+        "Pass a boolean mask [B, 1, Tq, Tk] (True = attend), an additive one of 0 and -inf, or the "
+        "2-D padding mask [B, Tk]"
+    )
+    if mask.dim() == 3 and mask.shape[0] != 1:
+        raise ValueError(f"{given}, without a dimension for heads. {allowed}: mask[:, None].")
+    if mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[1:3] == (3, 1):
+        return mask  # of our own making
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{given}: a mask of integers could mean either. {allowed}: mask.bool() if 1 means "
+            "attend."
+        )
+    return as_boolean(mask)
+
+
 def as_boolean(mask: Tensor) -> Tensor:
     """A custom additive mask of zeros and very negative values as a boolean one (True = attend).
 
@@ -189,7 +217,7 @@ def as_boolean(mask: Tensor) -> Tensor:
         return mask
     attend = mask == 0
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if not is_tracing(mask) and not bool((attend | hidden).all()):
+    if has_values(mask) and not bool((attend | hidden).all()):
         raise ValueError(
             f"fp8_delta_matching: the additive `attention_mask` {tuple(mask.shape)} holds values "
             "other than 0 and the most negative number: a bias on the logits, which is not "
