@@ -26,9 +26,10 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_deltamatch import DeltaMatchConfig, check_model, swap_linears
+from hf_deltamatch import DeltaMatchConfig, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.diagnostics import count_calls
 from hf_deltamatch.hf.linear import FP8Conv1D, FP8Linear, fp8_linears
+from hf_deltamatch.hf.running import running
 from hf_deltamatch.testing import assert_bitwise_equal, rel_rms
 
 TARGETS = {
@@ -243,3 +244,17 @@ def test_virtual_tokens(config, tmp_path: Path) -> None:
     assert wanted.norm() > 0 and abs(same_loss - loss) < 1e-5
     assert rel_rms(same, wanted) < 1e-6
     assert abs(fp8_loss - loss) < 0.002 and rel_rms(fp8, wanted) < 0.075
+
+
+def test_choice_under_an_adapter_is_saved_after_merging(tmp_path) -> None:
+    """PEFT wraps modules and so changes their names; what is saved has the plain ones."""
+    model = DeltaMatchConfig(layers={"model.layers.1": "bf16"}).apply_to(build("llama"))
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
+    swap_linears(wrapped, "rowwise", lambda module, name: "layers.0" in name or "up_proj" in name)
+    set_attention_recipe(wrapped, "stale_delta")
+    assert "base_layer" not in model.config.quantization_config.to_json_string()
+    merged = wrapped.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert running(reloaded) == running(merged)
+    assert len(fp8_linears(reloaded)) == 8

@@ -21,10 +21,9 @@ from hf_deltamatch.hf.linear_rules import (
     tied_parameters,
 )
 from hf_deltamatch.hf.modules import (
+    Patterns,
     check_backend,
     check_patterns,
-    matches,
-    most_specific,
     pattern_dict,
     pattern_list,
     update_saved_config,
@@ -176,17 +175,18 @@ def plan_linears(
     keep = recipe is None and any(isinstance(m, _FP8) for m in linears.values())
     base = LinearRecipe.resolve(recipe or DEFAULT_RECIPE)
     tied = tied_parameters(model)
+    asked, left, exceptions = Patterns(include), Patterns(leave), Patterns(per_layer)
 
     def decide(name: str, module: nn.Module) -> LinearRecipe | str:
         reason = _hard_reason(module, hooks=not as_loaded)
         if reason is not None:
             return reason
-        kept, included = keep and isinstance(module, _FP8), any(matches(name, p) for p in include)
+        kept, included = keep and isinstance(module, _FP8), bool(asked.matching(name))
         if not kept and not included:
             reason = default_reason(model, name, module, tied)
-        if reason is None and any(matches(name, p) for p in leave):
+        if reason is None and left.matching(name):
             reason = "in modules_to_not_convert"
-        pattern = most_specific(name, per_layer)
+        pattern = exceptions.most_specific(name)
         if reason is None and pattern is not None and per_layer[pattern] is None:
             reason = f"layers[{pattern!r}] is 'bf16'"
         if reason is None and keep and not (kept or included or pattern is not None):

@@ -34,11 +34,11 @@ from hf_deltamatch.hf.linear import (
     unswap_linears,
 )
 from hf_deltamatch.hf.modules import (
+    Patterns,
     attention_modules,
     check_backend,
     choice_of,
     is_ours,
-    matches,
     plain_implementation,
     set_attention_recipe,
 )
@@ -119,7 +119,7 @@ class DeltaMatchLM(HFLM):
             )
         elif linear != "auto":
             left = [p for p, d in (saved.layers or {}).items() if d.get("linear") == HIGH_PRECISION]
-            left = [p for p in left if any(matches(n, p) for n in linear_modules(model))]
+            left = Patterns(left).used(linear_modules(model))
             swap_linears(model, linear, modules_to_not_convert=left, backend=backend)
         elif saved.linear is not None:
             swap_linears(model, backend=backend)

@@ -91,11 +91,35 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern + ".*")
 
 
-def most_specific(name: str, patterns: dict[str, object]) -> str | None:
-    """The matching pattern with the most literal characters; order plays no part, since a saved
-    config sorts its keys."""
-    found = [p for p in patterns if matches(name, p)]
-    return max(found, key=lambda p: (sum(c not in "*?[]" for c in p), p), default=None)
+class Patterns:
+    """Module patterns, looked up fast: a saved config may name thousands of modules."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        patterns = list(patterns)
+        self.literal = {p for p in patterns if not any(c in _WILD for c in p)}
+        self.wild = [p for p in patterns if p not in self.literal]
+
+    def matching(self, name: str) -> list[str]:
+        found = [p for p in _with_parents(name) if p in self.literal]
+        return found + [p for p in self.wild if matches(name, p)]
+
+    def most_specific(self, name: str) -> str | None:
+        """The matching pattern with the most literal characters; order plays no part, since a saved
+        config sorts its keys."""
+        key = lambda p: (sum(c not in _WILD for c in p), p)
+        return max(self.matching(name), key=key, default=None)
+
+    def used(self, names: Iterable[str]) -> set[str]:
+        """The patterns that match any of the names."""
+        return {p for name in names for p in self.matching(name)}
+
+
+_WILD = "*?[]"
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
 def pattern_list(what: str, patterns: Iterable[str] | None) -> list[str]:
@@ -119,9 +143,10 @@ def pattern_dict(what: str, patterns: dict[str, Any] | None) -> dict[str, Any]:
 
 def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Raises where a pattern matches no name, with the names that come nearest."""
-    names = list(names)
+    patterns, names = list(patterns), list(names)
+    used = Patterns(patterns).used(names)
     for pattern in patterns:
-        if not any(matches(n, pattern) for n in names):
+        if pattern not in used:
             raise ValueError(
                 f"{what}: pattern {pattern!r} matches no module. {_nearest(pattern, names)}"
             )
@@ -133,8 +158,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
         return "There is no module that it could name."
     if any(n.endswith("." + pattern) for n in names):
         return f"It must match from the first component: write '*.{pattern}' (as in {names[0]})."
-    parts = [n.split(".") for n in names]
-    every = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
+    every = dict.fromkeys(p for n in names for p in _with_parents(n))
     near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.0)
     return f"The nearest names are {', '.join(near)}; names look like {names[0]}."
 
@@ -204,9 +228,9 @@ def set_attention_recipe(
     check_patterns(what, layers, modules)
     resolved = {p: AttentionRecipe.resolve(r) for p, r in layers.items()}
     base = None if recipe is None else AttentionRecipe.resolve(recipe)
-    out = {}
+    out, patterns = {}, Patterns(resolved)
     for name, module in modules.items():
-        pattern, before = most_specific(name, resolved), choice_of(module)
+        pattern, before = patterns.most_specific(name), choice_of(module)
         chosen = resolved[pattern] if pattern is not None else base or before.recipe
         module.deltamatch = AttentionChoice(chosen, backend or before.backend)
         out[name] = chosen

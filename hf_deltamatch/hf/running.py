@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hf_deltamatch.hf.config import DeltaMatchConfig
-from hf_deltamatch.hf.linear import HIGH_PRECISION, fp8_linears, linear_modules, plan_linears
+from hf_deltamatch.hf.linear import fp8_linears, linear_modules, plan_linears
 from hf_deltamatch.hf.modules import (
+    Patterns,
     attention_modules,
     check_patterns,
     choice_of,
     is_ours,
-    matches,
-    most_specific,
 )
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
@@ -47,8 +46,9 @@ def would_run(config: DeltaMatchConfig, model: nn.Module) -> Running:
     attention: dict = dict.fromkeys(attention_modules(model))
     if config.attention is not None:
         layers = layers_of(config, model, "attention")
+        patterns = Patterns(layers)
         for name in attention:
-            pattern = most_specific(name, layers)
+            pattern = patterns.most_specific(name)
             attention[name] = config.attention if pattern is None else layers[pattern]
     linear: dict = dict.fromkeys(linear_modules(model))
     if config.linear is not None:
@@ -83,7 +83,8 @@ def layers_of(config: DeltaMatchConfig, model: nn.Module, kind: str) -> dict[str
         return {}
     names = attention_modules(model) if kind == "attention" else linear_modules(model)
     layers = {own_name(p, model): d[kind] for p, d in (config.layers or {}).items() if kind in d}
-    return {p: r for p, r in layers.items() if any(matches(n, p) for n in names)}
+    used = Patterns(layers).used(names)
+    return {p: r for p, r in layers.items() if p in used}
 
 
 def check_layer_patterns(config: DeltaMatchConfig, model: nn.Module) -> None:
@@ -155,15 +156,3 @@ def _by_name(model: nn.Module, now: Running, base: dict[str, Any]) -> dict[str, 
         "modules_to_not_convert": leave or None,
         "include": include or None,
     }
-
-
-__all__ = [
-    "HIGH_PRECISION",
-    "Running",
-    "check_layer_patterns",
-    "config_of",
-    "layers_of",
-    "linear_options",
-    "running",
-    "would_run",
-]
