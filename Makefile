@@ -12,13 +12,16 @@ REAL_MODEL := .cache/smollm2-135m-instruct
 
 .PHONY: demo test test-all test-gpu lint real-model clean
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt constraints-triton.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "Python 3.11 or newer is needed, %s is %d.%d; choose one with: make PYTHON=python3.11 ..." % (sys.executable, *v[:2]))'
 	@echo "Installing torch, transformers, lm-eval and the rest of constraints.txt into $(VENV): 2-3 minutes, no output."
 	@$(PYTHON) -m venv $(VENV)
 	@# torch first and pinned, so that nothing else chooses its build.
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@# A CUDA build of torch has brought its own Triton; beside a CPU build the tests interpret kernels.
+	$(BIN)/python -c "import triton" 2>/dev/null || \
+		$(BIN)/pip install -q -c constraints.txt -c constraints-triton.txt -e ".[triton]"
 	@touch $@
 
 demo: $(READY)
