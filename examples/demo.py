@@ -104,7 +104,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--backend {args.backend}: {choice.reason}.")
     if choice.backend == "triton":
         recipe = AttentionRecipe(block=args.block)
-        refused = kernels.unsupported_attention(recipe, (HEAD_DIM,) * 2, 1.0, False, device)
+        refused = kernels.unsupported_attention(recipe, (HEAD_DIM,) * 2, 1.0, device)
         if refused:
             parser.error(f"--block {args.block}: {refused}, or --backend reference.")
     return args

@@ -81,9 +81,13 @@ def test_explain_by_capability(monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
         assert explain("attention", CUDA).backend == "triton"
         small = kernels.unsupported_attention(
-            AttentionRecipe.from_name("delta_matching"), (192, 128), 1.0, False, CUDA
+            AttentionRecipe.from_name("delta_matching"), (192, 128), 1.0, CUDA
         )
         assert (small is not None) == (capability in kernels.SMALL_SHARED_MEMORY)
+        boolean = kernels.unsupported_attention(
+            AttentionRecipe.from_name("delta_matching"), (64, 64), 1.0, CUDA, boolean_mask=True
+        )
+        assert (boolean is not None) == (capability in kernels.NO_BOOLEAN_MASK)
     for capability in ((7, 5), (8, 0), (8, 6), (11, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
         chosen, reason = explain("attention", CUDA)
@@ -104,7 +108,7 @@ def test_explain_by_capability(monkeypatch) -> None:
     ids=lambda x: str(x) if isinstance(x, str) else None,
 )
 def test_unsupported_attention(fields: dict, options: dict, part: str) -> None:
-    plain = dict(head_dims=(64, 64), softmax_scale=1.0, masked_packing=False, device=CPU)
+    plain = dict(head_dims=(64, 64), softmax_scale=1.0, device=CPU)
     recipe = AttentionRecipe.from_name("delta_matching", **fields)
     sentence = kernels.unsupported_attention(recipe, **{**plain, **options})
     assert part in sentence

@@ -24,6 +24,9 @@ same kernels with tiles that fit their shared memory, and have not been run."""
 SMALL_SHARED_MEMORY = ((8, 9), (12, 0))
 """About 100 KB a block: head dimensions above 128 do not fit."""
 
+NO_BOOLEAN_MASK = ((10, 0), (10, 3))
+"""Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these."""
+
 OPS = ("attention",)
 """Ops that have kernels."""
 
@@ -66,20 +69,25 @@ def unsupported_attention(
     recipe: AttentionRecipe,
     head_dims: tuple[int, int],
     softmax_scale: float,
-    masked_packing: bool,
     device: torch.device,
+    *,
+    masked_packing: bool = False,
+    boolean_mask: bool = False,
 ) -> str | None:
-    """What of an attention call the kernels do not do, as a sentence, or None."""
+    """What of an attention call the kernels do not do, as a sentence, or None.
+
+    ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one.
+    """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
     if recipe.block == "mx":
         return "block 'mx' needs native block-scaled products; use '128xD' or '1xD'"
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
-    small = device.type == "cuda" and (
-        torch.cuda.get_device_capability(device) in SMALL_SHARED_MEMORY
-    )
-    if small and max(head_dims) > 128:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability in NO_BOOLEAN_MASK and boolean_mask:
+        return "boolean masks do not compile for this device; use the compact mask or is_causal"
+    if capability in SMALL_SHARED_MEMORY and max(head_dims) > 128:
         return f"head dimensions {head_dims} are above 128, which does not fit this device"
     if not softmax_scale > 0:
         return f"`softmax_scale` is {softmax_scale}; the kernels need a positive one"

@@ -54,8 +54,9 @@ def attention_fwd(
                 decoded,
                 (q.shape[-1], v.shape[-1]),
                 softmax_scale,
-                mask is not None and cu_seqlens_q is not None,
                 q.device,
+                masked_packing=mask is not None and cu_seqlens_q is not None,
+                boolean_mask=mask is not None and mask.dtype == torch.bool,
             ),
         )
     observe.CALLS["attention_fwd"] += 1

@@ -1,0 +1,50 @@
+"""The kernels compile for every capability of the table, fit its shared memory, and multiply in FP8
+only. Needs no GPU: Triton brings its assembler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from hf_deltamatch.kernels import CAPABILITIES, NO_BOOLEAN_MASK, SMALL_SHARED_MEMORY  # noqa: E402
+
+pytestmark = pytest.mark.slow
+CASES = [
+    {"D": 128},
+    {"D": 64, "block": "1xD"},
+    {"D": 96, "window": 64, "softcap": 20.0},
+]
+BOOLEAN = [{"D": 64, "block": "1xD", "bool_mask": True}]
+LARGE = [{"D": 256}, {"D": 192, "Dv": 128, "is_causal": False}]
+# Bytes a block can use, from NVIDIA's table of compute capabilities.
+SMALL_BYTES, LARGE_BYTES = 99 * 1024, 227 * 1024
+
+
+@pytest.mark.parametrize("capability", sorted({c for c in CAPABILITIES if c != (10, 3)}))
+def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
+    small = capability in SMALL_SHARED_MEMORY
+    cases = CASES + (LARGE if not small else [])
+    cases += BOOLEAN if capability not in NO_BOOLEAN_MASK else []
+    script = Path(__file__).parent / "compile_kernels.py"
+    root = str(script.parent.parent)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, str(script), str(10 * capability[0] + capability[1]), json.dumps(cases)],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    attention = [k for k in kernels if k["kernel"].startswith("_attention")]
+    # Forward, δ, dQ and dK/dV of every case.
+    assert len(attention) >= 4 * len(cases)
+    for kernel in kernels:
+        assert kernel["shared"] <= (SMALL_BYTES if small else LARGE_BYTES), kernel
+    for kernel in attention:
+        assert kernel["products"] == kernel["fp8_products"] > 0, kernel
