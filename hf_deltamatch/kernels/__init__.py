@@ -31,6 +31,11 @@ OPS = ("attention",)
 """Ops that have kernels."""
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability, None for anything but a CUDA device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def interpreted() -> bool:
     """True where Triton was told to interpret kernels on the CPU (``TRITON_INTERPRET=1``)."""
     if not installed():
@@ -84,7 +89,7 @@ def unsupported_attention(
         return "block 'mx' needs native block-scaled products; use '128xD' or '1xD'"
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device)
     if capability in NO_BOOLEAN_MASK and boolean_mask:
         return "boolean masks do not compile for this device; use the compact mask or is_causal"
     if capability in SMALL_SHARED_MEMORY and max(head_dims) > 128:

@@ -42,7 +42,8 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Gradients stored as ``BTHD``; ``delta [B, Hq, Tq]``; ``row_sums [2, B, Hq, Tq]`` (ΣdS and
+    """Gradients stored as ``BTHD``; ``dsinks [Hq]``, summed from ``ds_sink [B, Hq, Tq]`` (None
+    without sinks); ``delta [B, Hq, Tq]``; ``row_sums [2, B, Hq, Tq]`` (ΣdS and
     Σ|dS| of every row, FP64) and ``ds``: of the dQ and of the dK/dV kernel, where asked for."""
 
     dq: Tensor
@@ -52,6 +53,7 @@ class Backward(NamedTuple):
     delta: Tensor
     row_sums: Tensor | None
     ds: tuple[Tensor, Tensor] | None
+    ds_sink: Tensor | None
 
 
 def _rows(x: Tensor, block_rows: int, block_features: int) -> TensorDescriptor:
@@ -152,7 +154,7 @@ def attention_bwd(
         for t in (dq, dk, dv, delta):
             t.zero_()
         dsinks = delta.new_zeros(0 if x.sinks is None else x.Hq)
-        return Backward(dq, dk, dv, dsinks, delta, sums, ds)
+        return Backward(dq, dk, dv, dsinks, delta, sums, ds, None)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
     do8, dod = x.empty_operand("do")
@@ -209,16 +211,18 @@ def attention_bwd(
             DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds and wants_dk,
             DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV, **x.flags(), **c.launch(),
         )  # fmt: skip
-    return Backward(dq, dk, dv, _dsinks(x, saved.lse, shifted), delta, sums, ds)
+    ds_sink = _ds_sink(x, saved.lse, shifted)
+    dsinks = delta.new_zeros(0) if ds_sink is None else ds_sink.sum((0, 2))
+    return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
 
 
-def _dsinks(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor:
-    """``−Σ P_sink · (δ − dlse)`` by query head, FP32."""
+def _ds_sink(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor | None:
+    """The sink's column of dS, ``−P_sink · (δ − dlse)``: ``[B, Hq, Tq]`` FP32."""
     if x.sinks is None:
-        return lse.new_zeros(0)
+        return None
     alive = lse != float("-inf")
     p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
-    return -(p * shifted).sum((0, 2))
+    return -(p * shifted)
 
 
 def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:

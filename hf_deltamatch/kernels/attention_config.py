@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_deltamatch.kernels import SMALL_SHARED_MEMORY
+from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, capability_of
 
 
 class Config(NamedTuple):
@@ -31,9 +31,7 @@ class Config(NamedTuple):
 
 
 def _is_small(device: torch.device) -> bool:
-    return device.type == "cuda" and (
-        torch.cuda.get_device_capability(device) in SMALL_SHARED_MEMORY
-    )
+    return capability_of(device) in SMALL_SHARED_MEMORY
 
 
 def fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:

@@ -11,6 +11,7 @@ from hf_deltamatch.kernels import attention as kernels
 from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts, empty_operand
 from hf_deltamatch.kernels.launch import feature_block
+from hf_deltamatch.kernels.quantize import HIDDEN, UNCOUNTED
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.visibility import Visibility
 
@@ -70,12 +71,12 @@ def reference_blocks(
 
 
 def _state(hidden: Tensor | None, counted: Tensor | None) -> Tensor | None:
-    """Codes of ``kernels.quantize``: 1 hidden, 2 left out of the amax."""
+    """Token states of ``kernels.quantize``."""
     if hidden is None:
         return None
-    state = hidden.to(torch.uint8)
+    state = hidden.to(torch.uint8) * HIDDEN
     if counted is not None:
-        state = torch.where(hidden | counted, state, 2).to(torch.uint8)
+        state = torch.where(hidden | counted, state, UNCOUNTED).to(torch.uint8)
     return state
 
 
@@ -116,18 +117,13 @@ def attention_bwd(
     x = problem(fwd.q_fp8.shape, fwd.k_fp8.shape, do.shape[-1], do.device, **options)
     out = kernels.attention_bwd(do, dlse, fwd, x, row_sums=parts_hook is not None)
     if parts_hook is not None:
-        ds_sink = None
-        if x.sinks is not None:
-            shifted = out.delta if dlse is None else out.delta - dlse
-            alive = fwd.lse != -torch.inf
-            p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - fwd.lse), 0.0)
-            ds_sink = -(p * torch.where(alive, shifted, 0.0)).double()
-        parts_hook(_parts(out.row_sums, ds_sink))
+        parts_hook(_parts(out.row_sums, out.ds_sink))
     return tuple(out[:5])
 
 
 def _parts(row_sums: Tensor, ds_sink: Tensor | None) -> tuple[float, float]:
     rows, magnitude = row_sums
     if ds_sink is not None:
+        ds_sink = ds_sink.double()
         rows, magnitude = rows + ds_sink, magnitude + ds_sink.abs()
     return rows.abs().sum().item(), magnitude.sum().item()

@@ -15,6 +15,10 @@ from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import AttentionForward, empty_saved
 
 _NAMESPACE = "hf_deltamatch"
+_OPTIONS = (
+    "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "is_causal", "window", "softmax_scale",
+    "softcap", "recipe",
+)  # fmt: skip
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
@@ -36,16 +40,8 @@ def attention_fwd(
     """Returns ``o, lse, q_fp8, q_descale, k_fp8, k_descale, v_fp8, v_descale``: the fields of
     :class:`hf_deltamatch.reference.AttentionForward`."""
     decoded = AttentionRecipe.decode(recipe)
-    options = dict(
-        mask=mask,
-        sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        is_causal=is_causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        recipe=decoded,
+    options = _options(
+        mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
     )
     if backend == "triton":
         refuse_unsupported(
@@ -62,6 +58,11 @@ def attention_fwd(
     observe.CALLS["attention_fwd"] += 1
     with torch.autocast(q.device.type, enabled=False):
         return tuple(_implementation(backend).attention_fwd(q, k, v, **options))
+
+
+def _options(*values) -> dict:
+    """The arguments that forward and backward share, by the names of the implementations."""
+    return dict(zip(_OPTIONS, values, strict=True))
 
 
 def _implementation(backend: str):
@@ -114,16 +115,8 @@ def attention_bwd(
     observe.CALLS["attention_bwd"] += 1
     decoded = AttentionRecipe.decode(recipe)
     collector = observe.DsCollector()
-    options = dict(
-        mask=mask,
-        sinks=sinks,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        is_causal=is_causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        recipe=decoded,
+    options = _options(
+        mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
     )
     saved = AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale)
     with torch.autocast(do.device.type, enabled=False):

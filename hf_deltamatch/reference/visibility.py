@@ -111,20 +111,19 @@ class Visibility:
         seen = (pos >= 0) & (first <= last)
         self.key_hidden = (~seen)[:, None]
         query = off + torch.arange(self.Tq, device=pos.device)
-        hidden_rows = pos.shape[0]
         if self.Tk:
             # The newest shown key says how far a position is from its index.
             at = torch.arange(self.Tk, device=pos.device)
             shift = torch.where(pos >= 0, pos - at, -NO_WINDOW).amax(-1, keepdim=True)
             newest = torch.where(pos >= 0, at, -1).amax(-1, keepdim=True)
             own = query - shift
-            hidden_rows = own.shape[0]
             self.query_counted = ((own <= newest) | (own >= self.Tk))[:, None]
-        hidden = torch.ones(hidden_rows, self.Tq, dtype=torch.bool, device=pos.device)
-        for start in range(0, self.Tq, 512):
-            stop = min(start + 512, self.Tq)
-            hidden[:, start:stop] = ~self._from_positions(slice(None), start, stop).any(-1)
-        self.query_hidden = hidden[:, None]
+        # Each key shows itself to a run of queries: count where runs begin and end.
+        begin, end = (x.clamp(0, self.Tq).expand_as(seen) for x in (pos - off, pos + win - off))
+        change = torch.zeros(seen.shape[0], self.Tq + 1, dtype=torch.long, device=pos.device)
+        shown = (pos >= 0).expand_as(seen).long()
+        change.scatter_add_(-1, begin, shown).scatter_add_(-1, end, -shown)
+        self.query_hidden = (change.cumsum(-1)[:, : self.Tq] == 0)[:, None]
 
     def _facts_of_bool(self) -> None:
         m = self.bool_mask
