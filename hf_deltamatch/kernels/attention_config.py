@@ -64,4 +64,4 @@ def dkdv_configs(
         return [(Config(128, 64, 4, 2), True, True)]
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]
-    return [(Config(32, 64, 4, 2), True, True)]
+    return [(Config(64, 64, 8, 2), True, True)]
