@@ -27,7 +27,12 @@ class Config(NamedTuple):
     STAGES: int
 
     def launch(self) -> dict[str, Any]:
-        return self._asdict()
+        return {
+            "BLOCK_M": self.BLOCK_M,
+            "BLOCK_N": self.BLOCK_N,
+            "num_warps": self.num_warps,
+            "STAGES": self.STAGES,
+        }
 
 
 def _is_small(device: torch.device) -> bool:
