@@ -28,26 +28,22 @@ HIDDEN, UNCOUNTED = 1, 2
 
 @triton.jit
 def _slot_tokens():
-    """Tokens of a slot, ``[4, 32]``: ``[j, i]`` is the one in column ``4i + j`` of a transposed copy
-    (column ``4t + 2h + e`` of a chunk of 16 holds token ``8h + 2t + e``). What four of them make
-    goes into one word."""
-    j = tl.arange(0, 4)[:, None]
-    i = tl.arange(0, 32)[None, :]
+    """Tokens of a slot, ``[32, 4]``: ``[i, j]`` is the one in column ``4i + j`` of a transposed copy
+    (column ``4t + 2h + e`` of a chunk of 16 holds token ``8h + 2t + e``). A thread holds all four of
+    a row, which make one word."""
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 4)[None, :]
     return i // 4 * 16 + j // 2 * 8 + i % 4 * 2 + j % 2
 
 
 @triton.jit
-def _store_transposed(payload, out_ptr, bh, slot, slots, D_PADDED, BLOCK_D: tl.constexpr):
-    """FP8 ``[4, 32, BLOCK_D]``, tokens as in :func:`_slot_tokens`, to a slot of the transposed copy.
+def _store_transposed(code, out_ptr, bh, slot, slots, D_PADDED, BLOCK_D: tl.constexpr):
+    """Bytes ``[32, 4, BLOCK_D]``, tokens as in :func:`_slot_tokens`, to a slot of a transposed copy.
 
     Whole words of four tokens change places: four times fewer than bytes, and Triton up to 3.7
     miscompiles some transpositions of a freshly cast FP8 tensor.
     """
-    E5M2: tl.constexpr = payload.dtype == tl.float8e5
-    LARGEST: tl.constexpr = 0x7B if E5M2 else 0x7E
-    code = payload.to(tl.uint8, bitcast=True).to(tl.int32)
-    code = tl.where(code & 0x7F > LARGEST, 0, code)
-    words = tl.sum(code << (8 * tl.arange(0, 4)[:, None, None]), 0)
+    words = tl.sum(code.to(tl.int32) << (8 * tl.arange(0, 4)[None, :, None]), 1)
     offs_d = tl.arange(0, BLOCK_D)
     row = (bh.to(tl.int64) * D_PADDED + offs_d) * (slots * 32)
     at = row[:, None] + slot * 32 + tl.arange(0, 32)[None, :]
@@ -63,7 +59,7 @@ def _quantize_slot(
     TILE: tl.constexpr, GIVEN: tl.constexpr, POW2: tl.constexpr, FOLDS: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise the 128 tokens from ``first`` of a segment; the four-by-32 of :func:`_slot_tokens`.
+    """Quantise the 128 tokens from ``first`` of a segment, as :func:`_slot_tokens` arranges them.
 
     ``fold``, ``transposed`` and ``state`` may be None; ``hide`` too, or tokens before ``length −
     length_other + hide`` are hidden. ``GIVEN``: the descales are read, not chosen. Returns the
@@ -136,14 +132,17 @@ def _quantize_slot(
     else:
         x = tl.where(clean[:, :, None] & (magnitude < 0x7F800000), x, 0.0)
     x = x * factor[:, :, None]
-    if STATE:
-        # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row.
-        x = tl.where(clean[:, :, None] & (magnitude >= 0x7F800000), float("nan"), x)
     payload = cast_fp8(x, E5M2, SOFT_CAST)
+    if transposed_ptr is not None:
+        code = payload.to(tl.uint8, bitcast=True)
+        _store_transposed(code, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+    if STATE:
+        # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row, and is
+        # 0 in the transposed copy (ptxas 12.8 and 12.9 crash on a test of freshly cast codes).
+        x = tl.where(clean[:, :, None] & (magnitude >= 0x7F800000), float("nan"), x)
+        payload = cast_fp8(x, E5M2, SOFT_CAST)
     out = (row + offs_t)[:, :, None] * D_PADDED + offs_d
     tl.store(payload_ptr + out, payload, mask=inside[:, :, None] & (offs_d < D_PADDED))
-    if transposed_ptr is not None:
-        _store_transposed(payload, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     fold = token_amax
     if FOLDS:
         # Nothing survives rounding up to half the smallest subnormal, which ties to zero.
@@ -273,10 +272,13 @@ def _transpose_slot(
     rows = offs_t < length
     at = (row + offs_t)[:, :, None] * D_PADDED + offs_d
     payload = tl.load(payload_ptr + at, mask=rows[:, :, None] & (offs_d < D_PADDED), other=0.0)
-    _store_transposed(payload, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+    code = payload.to(tl.uint8, bitcast=True)
+    magnitude = (code & 0x7F).to(tl.int32)
+    LARGEST: tl.constexpr = 0x7B if payload.dtype == tl.float8e5 else 0x7E
+    code = tl.where(magnitude > LARGEST, 0, code)
+    _store_transposed(code, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     if fold_ptr is not None:
-        LARGEST: tl.constexpr = 0x7B if payload.dtype == tl.float8e5 else 0x7E
-        largest = tl.max((payload.to(tl.uint8, bitcast=True) & 0x7F).to(tl.int32), 2)
+        largest = tl.max(magnitude, 2)
         descale = tl.load(descale_ptr + row + offs_t, mask=rows, other=1.0)
         fold = tl.where(largest > 0, descale, 0.0)
         fold = tl.where((descale != descale) | (largest > LARGEST), float("nan"), fold)
