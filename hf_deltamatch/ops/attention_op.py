@@ -11,17 +11,17 @@ from torch import Tensor
 from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.backend import refuse_unsupported
+from hf_deltamatch.ops.library import NAMESPACE, define_op, without_autocast
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import AttentionForward, empty_saved
 
-_NAMESPACE = "hf_deltamatch"
 _OPTIONS = (
     "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "is_causal", "window", "softmax_scale",
     "softcap", "recipe",
 )  # fmt: skip
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
+@define_op
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -56,7 +56,7 @@ def attention_fwd(
             ),
         )
     observe.CALLS["attention_fwd"] += 1
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         return tuple(_implementation(backend).attention_fwd(q, k, v, **options))
 
 
@@ -74,7 +74,7 @@ def _implementation(backend: str):
     return attention_kernels
 
 
-@attention_fwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::attention_fwd")
 def _(
     q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap,
     recipe, backend,
@@ -87,7 +87,7 @@ def _(
     return o, q.new_empty(B, H, T, dtype=stat), *(t for which in "qkv" for t in saved[which])
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_bwd", mutates_args=())
+@define_op
 def attention_bwd(
     do: Tensor,
     dlse: Tensor | None,
@@ -119,7 +119,7 @@ def attention_bwd(
         mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
     )
     saved = AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale)
-    with torch.autocast(do.device.type, enabled=False):
+    with without_autocast(do.device):
         if backend == "triton":
             hook = None if collector.hook is None else collector.parts.append
             grads = _implementation(backend).attention_bwd(
@@ -132,7 +132,7 @@ def attention_bwd(
     return tuple(grads)
 
 
-@attention_bwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::attention_bwd")
 def _(
     do, dlse, o, lse, q, q_descale, k, k_descale, v, v_descale, mask, sinks, cu_seqlens_q,
     cu_seqlens_k, is_causal, window, softmax_scale, softcap, recipe, backend,

@@ -18,12 +18,11 @@ from hf_deltamatch.ops.attention_args import (
     require_tensors,
 )
 from hf_deltamatch.ops.backend import choose
+from hf_deltamatch.ops.library import NAMESPACE, define_op, without_autocast
 from hf_deltamatch.recipes import LinearRecipe
 
-_NAMESPACE = "hf_deltamatch"
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_fwd", mutates_args=())
+@define_op
 def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, save_input: bool, recipe: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,14 +31,14 @@ def linear_fwd(
     assert backend == "reference", backend
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
         if save_input:
             return output, *reference.linear_save_input(x, decoded)
     return output, x.new_empty(0), x.new_empty(0)
 
 
-@linear_fwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_fwd")
 def _(x, weight, bias, save_input, recipe, backend):
     output = x.new_empty(x.shape[0], weight.shape[0])
     if not save_input:
@@ -49,21 +48,21 @@ def _(x, weight, bias, save_input, recipe, backend):
     return output, payload, x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::linear_bwd_input", mutates_args=())
+@define_op
 def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> Tensor:
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     assert backend == "reference", backend
     observe.CALLS["linear_bwd_input"] += 1
-    with torch.autocast(dy.device.type, enabled=False):
+    with without_autocast(dy.device):
         return reference.linear_bwd_input(dy, weight, LinearRecipe.decode(recipe)).to(dy.dtype)
 
 
-@linear_bwd_input.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd_input")
 def _(dy, weight, recipe, backend):
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::linear_bwd_weight", mutates_args=())
+@define_op
 def linear_bwd_weight(
     dy: Tensor, x_fp8: Tensor, x_descale: Tensor, dtype: torch.dtype, recipe: str, backend: str
 ) -> Tensor:
@@ -71,11 +70,11 @@ def linear_bwd_weight(
     assert backend == "reference", backend
     observe.CALLS["linear_bwd_weight"] += 1
     saved = reference.Quantized(x_fp8, x_descale)
-    with torch.autocast(dy.device.type, enabled=False):
+    with without_autocast(dy.device):
         return reference.linear_bwd_weight(dy, saved, LinearRecipe.decode(recipe)).to(dtype)
 
 
-@linear_bwd_weight.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight")
 def _(dy, x_fp8, x_descale, dtype, recipe, backend):
     return dy.new_empty(dy.shape[1], x_fp8.shape[1], dtype=dtype)
 
