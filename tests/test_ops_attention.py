@@ -244,6 +244,24 @@ def test_delta_matching_attention_requires_grad(which: str) -> None:
         assert not delta_matching_attention(**inputs).requires_grad
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_lse_that_nobody_asked_for_has_no_gradient(return_lse: bool, monkeypatch) -> None:
+    """A gradient of zeros in its place is as good for the numbers, but not for the time."""
+    from hf_deltamatch.ops import attention
+
+    given = []
+
+    def spy(do, dlse, *rest):
+        given.append(dlse)
+        return attention_bwd(do, dlse, *rest)
+
+    monkeypatch.setattr(attention, "attention_bwd", spy)
+    q, k, v, do = make_inputs(SMALL)
+    out = delta_matching_attention(q.requires_grad_(), k, v, return_lse=return_lse)
+    (out[0] if return_lse else out).backward(do)
+    assert (given == [None]) != return_lse
+
+
 def test_delta_matching_attention_sinks_dtype() -> None:
     q, k, v, do = make_inputs(Shape(B=1, Tq=60, Tk=60), torch.bfloat16)
     assert run(q, k, v, do, sinks=SINKS.bfloat16()).dsinks.dtype == torch.bfloat16

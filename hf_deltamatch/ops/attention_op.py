@@ -5,13 +5,15 @@ validation and the autograd formula. Annotations are evaluated here (the schema 
 them), so this file has no ``from __future__ import annotations``.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.backend import refuse_unsupported
-from hf_deltamatch.ops.library import NAMESPACE, define_op, without_autocast
+from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import AttentionForward, empty_saved
 
@@ -55,9 +57,11 @@ def attention_fwd(
                 boolean_mask=mask is not None and mask.dtype == torch.bool,
             ),
         )
+        observe.CALLS["attention_fwd"] += 1
+        return tuple(_kernels().attention_fwd(q, k, v, **options))
     observe.CALLS["attention_fwd"] += 1
-    with without_autocast(q.device):
-        return tuple(_implementation(backend).attention_fwd(q, k, v, **options))
+    with torch.autocast(q.device.type, enabled=False):
+        return tuple(reference.attention_fwd(q, k, v, **options))
 
 
 def _options(*values) -> dict:
@@ -65,10 +69,9 @@ def _options(*values) -> dict:
     return dict(zip(_OPTIONS, values, strict=True))
 
 
-def _implementation(backend: str):
+@functools.cache
+def _kernels():
     """Triton is imported only where it is used."""
-    if backend == "reference":
-        return reference
     from hf_deltamatch.ops import attention_kernels
 
     return attention_kernels
@@ -82,7 +85,7 @@ def _(
     B, H, T, _ = q.shape
     o = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
     stat = torch.float64 if q.dtype == torch.float64 else torch.float32
-    make = empty_saved if backend == "reference" else _implementation(backend).empty_saved
+    make = empty_saved if backend == "reference" else _kernels().empty_saved
     saved = make(q, k, v, mask, cu_seqlens_q, AttentionRecipe.decode(recipe))
     return o, q.new_empty(B, H, T, dtype=stat), *(t for which in "qkv" for t in saved[which])
 
@@ -119,14 +122,12 @@ def attention_bwd(
         mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
     )
     saved = AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale)
-    with without_autocast(do.device):
-        if backend == "triton":
-            hook = None if collector.hook is None else collector.parts.append
-            grads = _implementation(backend).attention_bwd(
-                do, dlse, saved, parts_hook=hook, **options
-            )
-        else:
-            qkv = None if decoded.quantize else (q, k, v)
+    if backend == "triton":
+        hook = None if collector.hook is None else collector.parts.append
+        grads = _kernels().attention_bwd(do, dlse, saved, parts_hook=hook, **options)
+    else:
+        qkv = None if decoded.quantize else (q, k, v)
+        with torch.autocast(do.device.type, enabled=False):
             grads = reference.attention_bwd(do, dlse, saved, qkv, ds_hook=collector.hook, **options)
     collector.finish()
     return tuple(grads)

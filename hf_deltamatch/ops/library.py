@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +39,3 @@ def define_op(fn: Callable[..., Any]) -> torch._ops.OpOverload:
     # Dynamo must not look into a body that a frame it gave up on calls.
     torch.library.impl(name, "default", torch.compiler.disable(body))
     return getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Autocast off; nothing to enter where it is off already."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

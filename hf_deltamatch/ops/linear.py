@@ -18,7 +18,7 @@ from hf_deltamatch.ops.attention_args import (
     require_tensors,
 )
 from hf_deltamatch.ops.backend import choose
-from hf_deltamatch.ops.library import NAMESPACE, define_op, without_autocast
+from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import LinearRecipe
 
 
@@ -31,7 +31,7 @@ def linear_fwd(
     assert backend == "reference", backend
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with without_autocast(x.device):
+    with torch.autocast(x.device.type, enabled=False):
         output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
         if save_input:
             return output, *reference.linear_save_input(x, decoded)
@@ -53,7 +53,7 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> T
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     assert backend == "reference", backend
     observe.CALLS["linear_bwd_input"] += 1
-    with without_autocast(dy.device):
+    with torch.autocast(dy.device.type, enabled=False):
         return reference.linear_bwd_input(dy, weight, LinearRecipe.decode(recipe)).to(dy.dtype)
 
 
@@ -70,7 +70,7 @@ def linear_bwd_weight(
     assert backend == "reference", backend
     observe.CALLS["linear_bwd_weight"] += 1
     saved = reference.Quantized(x_fp8, x_descale)
-    with without_autocast(dy.device):
+    with torch.autocast(dy.device.type, enabled=False):
         return reference.linear_bwd_weight(dy, saved, LinearRecipe.decode(recipe)).to(dtype)
 
 
