@@ -53,7 +53,7 @@ SHAPES = (
     Shape(4, 64, 8, 8192, 128, True),
 )
 MAX_DIFFERENCE = 0.015
-QUANTISERS = ("_quantize_kernel", "_transpose_kernel")
+QUANTISERS = ("_quantize_qkv_kernel", "_quantize_do_kernel", "_transpose_kernel")
 RECIPES = ("delta_matching", "delta_matching 1xD", "stale_delta")
 
 

@@ -5,8 +5,8 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
   per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse, and the op's own output;
 * forward, temporary: D of transposed V;
-* backward, temporary: 4·D (dO, and transposed Q, K, dO), 8 of row statistics (20 with ``1xD``, where
-  dO has a descale and Q, K, dO a fold per token), beside dQ, dK, dV in the dtype of dO.
+* backward, temporary: 4·D (dO, and transposed Q, K, dO), 8 of row statistics (24 with ``1xD``, where
+  dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
 """
 
 from __future__ import annotations
@@ -177,10 +177,9 @@ def attention_bwd(
         _attention_bwd_dq_kernel[grid](
             *tiles[block], dq, delta, shifted, dlse, lse2, qd, dod, kd, vd, k_fold, x.sinks,
             mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
-            x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv,
-            x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
-            x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, *dq.stride()[:3],
-            *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
+            x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2],
+            x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale, x.softcap or 1.0,
+            x.window or 0, x.mask_heads, *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
             PROJECT=mean_key is not None and not is_delta, ROW_SUMS=row_sums and not is_delta,
             STORE_DS=store_ds and not is_delta, BLOCK_D=BD, **x.flags(), **c.launch(),
         )  # fmt: skip
