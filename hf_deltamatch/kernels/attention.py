@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
+from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_problem import Problem
@@ -161,15 +162,15 @@ def attention_bwd(
     do_fold = x.quantize(do, "do", do8, dod, fold=True)
     BD, BDV = feature_block(x.D), feature_block(x.Dv)
     rule = x.recipe.delta
-    lse2 = torch.empty_like(delta)
-    _rows_kernel[(-(-x.Tq // 64), x.B * x.Hq)](
-        saved.lse, lse2, do_fold, do, saved.o, do8, delta, x.Hq, x.Tq, x.Dv, do8.shape[-1],
-        *do.stride(), *saved.o.stride(), DLSE=dlse is not None, STALE=rule == "stale",
-        DEQUANTIZED=rule == "dequantized", BLOCK_D=BDV, BLOCK=64,
-    )  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
-    # δ − dlse: what dS subtracts. One buffer unless the two differ.
-    shifted = delta if dlse is None else torch.empty_like(delta)
+    # In slots, so that a tile of a packed segment starts where TMA can load from.
+    lse2, shifted = torch.empty(2, x.B, x.Hq, x.pack_q.slots * 128, device=do.device)
+    _rows_kernel[(x.pack_q.slots, x.B * x.Hq)](
+        saved.lse, dlse, lse2, shifted, do_fold, do, saved.o, do8, delta, x.pack_q.cu,
+        x.pack_q.segment, x.Hq, x.Tq, x.Dv, do8.shape[-1], *do.stride(), *saved.o.stride(),
+        lse2.stride(1), DLSE=dlse is not None, STALE=rule == "stale",
+        DEQUANTIZED=rule == "dequantized", PACKED=x.cu_q is not None, BLOCK_D=BDV,
+    )  # fmt: skip
     bounds = x.bounds(by_key=False)
     kt, k_fold = transpose(k8, None if x.tile else kd, x.pack_k)
     mean_key = _mean_key(k8, kd, x) if x.recipe.project_row_sum else None
@@ -183,22 +184,29 @@ def attention_bwd(
             qd, dod, kd, vd, k_fold, x.sinks, mean_key, None if ds is None else ds[0], sums,
             x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv,
             x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
-            x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, *dq.stride()[:3],
-            *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
-            PROJECT=mean_key is not None and not is_delta, ROW_SUMS=row_sums and not is_delta,
-            STORE_DS=store_ds and not is_delta, BLOCK_D=BD, **x.flags(), **c.launch(),
+            x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
+            *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None,
+            DELTA=is_delta, PROJECT=mean_key is not None and not is_delta,
+            ROW_SUMS=row_sums and not is_delta, STORE_DS=store_ds and not is_delta, BLOCK_D=BD,
+            **x.flags(), **c.launch(),
         )  # fmt: skip
 
     if rule == "matched":
         rows_pass(kt, True)
-    elif dlse is not None:
-        torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
     rows_pass(kt, False)
     del kt
     do_t, _ = transpose(do8, None, x.pack_q)
     qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
     key_bounds = x.bounds(by_key=True)
-    for c, wants_dk, wants_dv in config.dkdv_configs(BD, BDV, x.device):
+    if x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device):
+        dkdv_hopper(
+            x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
+            None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,
+        )  # fmt: skip
+        configs = []
+    else:
+        configs = config.dkdv_configs(BD, BDV, x.device)
+    for c, wants_dk, wants_dv in configs:
         grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
         _attention_bwd_dkdv_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
@@ -207,22 +215,23 @@ def attention_bwd(
             x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
             x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
             x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-            min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
-            DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds and wants_dk,
-            DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV, **x.flags(), **c.launch(),
+            min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3], *dv.stride()[:3],
+            *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
+            STORE_DS=store_ds and wants_dk, DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV,
+            **x.flags(), **c.launch(),
         )  # fmt: skip
-    ds_sink = _ds_sink(x, saved.lse, shifted)
+    ds_sink = _ds_sink(x, saved.lse, delta, dlse)
     dsinks = delta.new_zeros(0) if ds_sink is None else ds_sink.sum((0, 2))
     return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
 
 
-def _ds_sink(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor | None:
+def _ds_sink(x: Problem, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
     """The sink's column of dS, ``−P_sink · (δ − dlse)``: ``[B, Hq, Tq]`` FP32."""
     if x.sinks is None:
         return None
     alive = lse != float("-inf")
     p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
-    return -(p * shifted)
+    return -(p * (delta if dlse is None else delta - dlse))
 
 
 def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:

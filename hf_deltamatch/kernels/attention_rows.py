@@ -7,24 +7,32 @@ import triton.language as tl
 
 from hf_deltamatch.kernels.attention_fwd import LOG2E
 from hf_deltamatch.kernels.casts import round_bf16
-from hf_deltamatch.kernels.geometry import segment_of
+from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
 
 @triton.jit(do_not_specialize=["H", "T"])
 def _rows_kernel(
-    lse_ptr, lse2_ptr, fold_ptr, do_ptr, o_ptr, do_fp8_ptr, delta_ptr, H, T, Dv,
-    D_padded_v, stride_dob, stride_doh, stride_dot, stride_dod, stride_ob, stride_oh,
-    stride_ot, stride_od,
-    DLSE: tl.constexpr, STALE: tl.constexpr, DEQUANTIZED: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    lse_ptr, dlse_ptr, lse2_ptr, shifted_ptr, fold_ptr, do_ptr, o_ptr, do_fp8_ptr, delta_ptr, cu_ptr,
+    segment_ptr, H, T, Dv, D_padded_v, stride_dob, stride_doh, stride_dot, stride_dod, stride_ob,
+    stride_oh, stride_ot, stride_od, stride_stat,
+    DLSE: tl.constexpr, STALE: tl.constexpr, DEQUANTIZED: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``lse2``, base 2, as the backward kernels read it: +inf (P = 0) where a row sees nothing and,
-    without a gradient of lse, where dO is zero; NaN where dO is poisoned. And the δ of the two
-    unmatched rules, rowsum(dO ∘ O) with O in BF16."""
+    """Statistics of the rows of a slot, in slots of 128 as transposed copies are.
+
+    ``lse2``, base 2, as the backward kernels read it: +inf (P = 0) where a row sees nothing and,
+    without a gradient of lse, where dO is zero; NaN where dO is poisoned. For the two unmatched
+    rules also δ = rowsum(dO ∘ O), O in BF16, and ``shifted`` = δ − dlse, which dS subtracts.
+    """
+    slot = tl.program_id(0)
     bh = tl.program_id(1)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < T
-    row = bh.to(tl.int64) * T + offs
+    _, base, length, _, first = own_segment(slot, T, cu_ptr, segment_ptr, 128, PACKED)
+    if first >= length:
+        return
+    offs = first + tl.arange(0, 128)
+    inside = offs < length
+    row = bh.to(tl.int64) * T + base + offs
+    stat = bh.to(tl.int64) * stride_stat + slot * 128 + tl.arange(0, 128)
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
     fold = tl.load(fold_ptr + row, mask=inside, other=0.0)
     dead = lse == float("-inf")
@@ -32,7 +40,7 @@ def _rows_kernel(
         b = bh // H
         h = bh % H
         offs_d = tl.arange(0, BLOCK_D)
-        t = offs.to(tl.int64)[:, None]
+        t = (base + offs).to(tl.int64)[:, None]
         d = offs_d[None, :]
         use = inside[:, None] & (d < Dv)
         at = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + t * stride_ot + d * stride_od
@@ -46,11 +54,14 @@ def _rows_kernel(
             do = do.to(tl.float32) * fold[:, None]
         delta = tl.where(dead, 0.0, tl.sum(do * o, 1))
         tl.store(delta_ptr + row, delta, mask=inside)
+        if DLSE:
+            delta -= tl.where(dead, 0.0, tl.load(dlse_ptr + row, mask=inside, other=0.0))
+        tl.store(shifted_ptr + stat, delta, mask=inside)
     lse2 = lse * LOG2E
     if not DLSE:
         lse2 = tl.where(fold == 0.0, float("inf"), lse2)
     lse2 = tl.where(fold == fold, lse2, float("nan"))
-    tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse2), mask=inside)
+    tl.store(lse2_ptr + stat, tl.where(dead, float("inf"), lse2), mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "T", "slots", "segments", "first_shown"])
