@@ -198,7 +198,9 @@ def attention_bwd(
     do_t, _ = transpose(do8, None, x.pack_q)
     qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
     key_bounds = x.bounds(by_key=True)
-    if x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device):
+    hopper = x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device)
+    # Triton 3.6 fails on a store inside that kernel's loop under a compact mask.
+    if hopper and not (store_ds and x.mask_kind):
         dkdv_hopper(
             x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
             None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,

@@ -156,9 +156,9 @@ def _step(
         ds = gl.where(seen, ds, 0.0)
     if STORE_DS:
         queries = start + gl.arange(0, BLOCK_M, by_query)
-        at = (bh.to(gl.int64) * T_queries + q_base + queries.to(gl.int64))[None, :] * T_keys
-        inside = (queries < Tq)[None, :] & (keys < Tk)[:, None]
-        gl.store(ds_ptr + at + k_base + keys[:, None], ds, mask=inside)
+        at = (bh.to(gl.int64) * T_queries + q_base + queries) * T_keys + k_base
+        inside = (keys < Tk)[:, None] & (queries < Tq)[None, :]
+        gl.store(ds_ptr + (at[None, :] + keys[:, None]), ds, mask=inside)
     if SOFTCAP:
         ds = ds * (1.0 - t * t)
     e = pow2_exponent(gl.max(gl.abs(ds), 1))
