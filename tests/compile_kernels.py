@@ -52,11 +52,10 @@ def main(capability: int, cases: list[dict]) -> None:
 
     JITFunction.run = compile_only
     from hf_deltamatch import AttentionRecipe
-    from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, attention, attention_config
+    from hf_deltamatch.kernels import attention, attention_config
     from hf_deltamatch.ops import attention_kernels
 
-    small = divmod(capability, 10) in SMALL_SHARED_MEMORY
-    attention_config._is_small = lambda device: small
+    attention_config.capability_of = lambda device: divmod(capability, 10)
     for case in cases:
         case = {"Hq": 2, "Hkv": 1, "T": 256, "dtype": "bfloat16", **case}
         D, Dv, T = case["D"], case.get("Dv", case["D"]), case["T"]

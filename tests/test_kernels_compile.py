@@ -16,7 +16,8 @@ from hf_deltamatch.kernels import CAPABILITIES, NO_BOOLEAN_MASK, SMALL_SHARED_ME
 
 pytestmark = pytest.mark.slow
 CASES = [
-    {"D": 128},
+    {"D": 128},  # on 9.0 dK/dV in Gluon
+    {"D": 128, "fields": {"block": "1xD"}},
     {"D": 64, "fields": {"block": "1xD"}},
     {"D": 96, "window": 64, "softcap": 20.0},
 ]

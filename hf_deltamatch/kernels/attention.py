@@ -5,7 +5,7 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
   per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse, and the op's own output;
 * forward, temporary: D of transposed V;
-* backward, temporary: 4·D (dO, and transposed Q, K, dO), 8 of row statistics (24 with ``1xD``, where
+* backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
   dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
 """
 
@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
+from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
@@ -156,9 +157,7 @@ def attention_bwd(
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
     rule = x.recipe.delta
     dlse = None if dlse is None else dlse.contiguous()
-    # δ − dlse: what dS subtracts. One buffer unless the two differ.
-    shifted = delta if dlse is None else torch.empty_like(delta)
-    do8, dod, do_t, do_fold, lse2 = quantize_do(do, saved.o, saved.lse, dlse, delta, shifted, x)
+    do8, dod, do_t, do_fold, lse2, shifted = quantize_do(do, saved.o, saved.lse, dlse, delta, x)
     qt, q_fold, kt, k_fold = transpose_qk(q8, qd, k8, kd, x)
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
     bounds = x.bounds(by_key=False)
@@ -179,7 +178,8 @@ def attention_bwd(
             mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
             x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2],
             x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale, x.softcap or 1.0,
-            x.window or 0, x.mask_heads, *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
+            x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides,
+            SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
             PROJECT=mean_key is not None and not is_delta, ROW_SUMS=row_sums and not is_delta,
             STORE_DS=store_ds and not is_delta, BLOCK_D=BD, **x.flags(), **c.launch(),
         )  # fmt: skip
@@ -188,7 +188,17 @@ def attention_bwd(
         rows_pass(True)
     rows_pass(False)
     key_bounds = x.bounds(by_key=True)
-    for c, wants_dk, wants_dv in config.dkdv_configs(BD, BDV, x.device):
+    hopper = x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device)
+    # Triton 3.6 fails on a store inside that kernel's loop under a compact mask.
+    if hopper and not (store_ds and x.mask_kind):
+        dkdv_hopper(
+            x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
+            None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,
+        )  # fmt: skip
+        configs = []
+    else:
+        configs = config.dkdv_configs(BD, BDV, x.device)
+    for c, wants_dk, wants_dv in configs:
         grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
         _attention_bwd_dkdv_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
@@ -197,22 +207,23 @@ def attention_bwd(
             x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
             x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
             x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-            min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
-            DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds and wants_dk,
-            DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV, **x.flags(), **c.launch(),
+            min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3], *dv.stride()[:3],
+            *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
+            STORE_DS=store_ds and wants_dk, DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV,
+            **x.flags(), **c.launch(),
         )  # fmt: skip
-    ds_sink = _ds_sink(x, saved.lse, shifted)
+    ds_sink = _ds_sink(x, saved.lse, delta, dlse)
     dsinks = delta.new_empty(0) if ds_sink is None else ds_sink.sum((0, 2))
     return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
 
 
-def _ds_sink(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor | None:
+def _ds_sink(x: Problem, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
     """The sink's column of dS, ``−P_sink · (δ − dlse)``: ``[B, Hq, Tq]`` FP32."""
     if x.sinks is None:
         return None
     alive = lse != float("-inf")
     p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
-    return -(p * shifted)
+    return -(p * (delta if dlse is None else delta - dlse))
 
 
 def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:

@@ -89,23 +89,24 @@ def quantize_do(
     lse: Tensor,
     dlse: Tensor | None,
     delta: Tensor,
-    shifted: Tensor,
     x: Problem,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Quantise dO ``[B, Hq, Tq, Dv]`` (any strides).
 
-    Under the two unmatched rules ``delta`` and ``shifted`` (δ − dlse; the same buffer without a
-    gradient of lse) are written too, from ``o``; under the matched one they are left alone.
+    Under the two unmatched rules ``delta [B, Hq, Tq]`` is written too, from ``o``; under the matched
+    one it is left to the δ pass, as is ``shifted``.
 
     Returns:
-        Payload, descale, transposed copy, ``fold [B, Hq, Tq]`` (None where no kernel reads it) and
-        ``lse2 [B, Hq, Tq]``, see :func:`hf_deltamatch.kernels.attention_rows.row_lse2`.
+        Payload, descale, transposed copy, ``fold [B, Hq, Tq]`` (None where no kernel reads it),
+        ``lse2`` (see :func:`hf_deltamatch.kernels.attention_rows.row_lse2`) and ``shifted``, δ − dlse,
+        which dS subtracts; these two ``[B, Hq, slots · 128]``, so that a tile of a packed segment
+        starts where TMA can load from.
     """
     do8, dod = x.empty_operand("do")
     pack, state = x.pack_q, x.facts.do_state
     do_t = _columns_of(do8, pack.slots)
     fold = None if x.tile and dlse is None else torch.empty_like(lse)
-    lse2 = torch.empty_like(lse)
+    lse2, shifted = torch.empty(2, x.B, x.Hq, pack.slots * TOKENS_PER_TILE, device=lse.device)
     matched = x.recipe.delta == "matched"
     given = _give_descales(do, dod, x.cuts[0], state, do8.dtype == torch.float8_e5m2, x.pow2)
     _quantize_do_kernel[(x.B * x.Hq * pack.slots,)](
@@ -115,7 +116,7 @@ def quantize_do(
         TILE=x.tile, GIVEN=given, POW2=x.pow2, STALE=x.recipe.delta == "stale", BLOCK_DV=x.BLOCK_DV,
         SOFT_CAST=SOFT_CAST, num_warps=_warps(x.BLOCK_DV),
     )  # fmt: skip
-    return do8, dod, do_t, fold, lse2
+    return do8, dod, do_t, fold, lse2, shifted
 
 
 def transpose_qk(

@@ -242,7 +242,8 @@ def _quantize_do_kernel(
     inside = offs_t < length
     row = bh.to(tl.int64) * T + base + offs_t
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
-    tl.store(lse2_ptr + row, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
+    stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
+    tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:
         offs_d = tl.arange(0, BLOCK_DV)[None, None, :]
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
@@ -258,7 +259,7 @@ def _quantize_do_kernel(
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)
             delta = delta - tl.where(lse == float("-inf"), 0.0, dlse)
-            tl.store(shifted_ptr + row, delta, mask=inside)
+        tl.store(shifted_ptr + stat, delta, mask=inside)
 
 
 @triton.jit
