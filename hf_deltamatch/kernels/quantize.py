@@ -19,7 +19,13 @@ from torch import Tensor
 
 from hf_deltamatch.formats import TOKENS_PER_TILE
 from hf_deltamatch.kernels.attention_rows import row_delta, row_lse2
-from hf_deltamatch.kernels.casts import biased_exponent, cast_fp8, exp2_int, inverse_exp2_int
+from hf_deltamatch.kernels.casts import (
+    biased_exponent,
+    cast_fp8,
+    cast_fp8_words,
+    exp2_int,
+    inverse_exp2_int,
+)
 from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
 HIDDEN, UNCOUNTED = 1, 2
@@ -37,13 +43,9 @@ def _slot_tokens():
 
 
 @triton.jit
-def _store_transposed(code, out_ptr, bh, slot, slots, D_PADDED, BLOCK_D: tl.constexpr):
-    """Bytes ``[32, 4, BLOCK_D]``, tokens as in :func:`_slot_tokens`, to a slot of a transposed copy.
-
-    Whole words of four tokens change places: four times fewer than bytes, and Triton up to 3.7
-    miscompiles some transpositions of a freshly cast FP8 tensor.
-    """
-    words = tl.sum(code.to(tl.int32) << (8 * tl.arange(0, 4)[None, :, None]), 1)
+def _store_transposed(words, out_ptr, bh, slot, slots, D_PADDED, BLOCK_D: tl.constexpr):
+    """Words ``[32, BLOCK_D]`` of four tokens, ordered as in :func:`_slot_tokens`, to a slot of a
+    transposed copy."""
     offs_d = tl.arange(0, BLOCK_D)
     row = (bh.to(tl.int64) * D_PADDED + offs_d) * (slots * 32)
     at = row[:, None] + slot * 32 + tl.arange(0, 32)[None, :]
@@ -134,8 +136,12 @@ def _quantize_slot(
     x = x * factor[:, :, None]
     payload = cast_fp8(x, E5M2, SOFT_CAST)
     if transposed_ptr is not None:
-        code = payload.to(tl.uint8, bitcast=True)
-        _store_transposed(code, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+        # [token pair, token, …]: the four values of a word, one tensor each.
+        even, odd = tl.split(tl.permute(tl.reshape(x, [32, 2, 2, BLOCK_D]), (0, 3, 1, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        words = cast_fp8_words(x0, x1, x2, x3, E5M2, SOFT_CAST)
+        _store_transposed(words, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     if STATE:
         # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row, and is
         # 0 in the transposed copy (ptxas 12.8 and 12.9 crash on a test of freshly cast codes).
@@ -277,7 +283,8 @@ def _transpose_slot(
     magnitude = (code & 0x7F).to(tl.int32)
     LARGEST: tl.constexpr = 0x7B if payload.dtype == tl.float8e5 else 0x7E
     code = tl.where(magnitude > LARGEST, 0, code)
-    _store_transposed(code, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+    words = tl.sum(code.to(tl.int32) << (8 * tl.arange(0, 4)[None, :, None]), 1)
+    _store_transposed(words, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     if fold_ptr is not None:
         largest = tl.max(magnitude, 2)
         descale = tl.load(descale_ptr + row + offs_t, mask=rows, other=1.0)
