@@ -240,3 +240,20 @@ def test_rows_on_a_device(mask: str) -> None:
     assert attention.failures({"shapes": [{"name": "", "rows": rows}]}) == []
     assert rows[baselines.FLASH2]["fwd_bwd_ms"] > 0, rows[baselines.FLASH2]
     assert 0 < rows["delta_matching"]["quantize_ms"] < rows["delta_matching"]["fwd_bwd_ms"]
+
+
+def test_turns_and_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of queues behind a call and of single calls, the functions in turns."""
+    seen = []
+
+    def elapsed(function, calls, *, busy):
+        seen.append((function(), calls, busy))
+        return {"a": 10.0, "b": 1000.0}[function()] * (1 if busy else 2) + len(seen) / 1000
+
+    monkeypatch.setattr(timing, "elapsed_ms", elapsed)
+    times = timing.measure({"a": lambda: "a", "b": lambda: "b"}, queues=3, singles=2)
+    assert seen[:2] == [("a", 3, True), ("b", 3, True)]  # how long a queue has to be
+    assert seen[2:6] == [("a", 1, False), ("a", 6, True), ("b", 1, False), ("b", 4, True)]
+    assert [name for name, _, busy in seen[2:] if busy] == ["a", "b"] * 3
+    assert times["a"].queued == pytest.approx(10.008) and times["a"].one_call > 20
+    assert times["b"].queued_range == pytest.approx((1000.006, 1000.012))

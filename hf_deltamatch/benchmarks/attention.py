@@ -20,8 +20,8 @@ from hf_deltamatch.ops.attention import delta_matching_attention
 from hf_deltamatch.recipes import AttentionRecipe
 
 METHOD = {
-    "fwd_ms, fwd_bwd_ms": "queued: N calls launched without a wait between two events, over N; "
-    "median of the queues; forward without a graph, and forward with backward as one call",
+    "fwd_ms, fwd_bwd_ms": "queued: behind a call that keeps the device busy, N calls launched without "
+    "a wait between two events, over N; median of the queues; forward without a graph, and forward with backward as one call",
     "fwd_one_call_ms, fwd_bwd_one_call_ms": "one call on an idle device, waited for; the host's "
     "launch time included; median",
     "tflops": "forward 4·D per visible pair and head (causal T²/2), backward 2.5 times as many",

@@ -2,9 +2,10 @@
 
 Two times of every call, ours and the baselines' alike:
 
-* **queued** (the headline): N calls are launched one after another between two events, without a
-  wait; the time between the events over N, the median of several such queues. The host runs ahead
-  of the device, as in a training step, so its launch time counts only where it is the longer one.
+* **queued** (the headline): after one call that keeps the device busy, N calls are launched one after
+  another between two events, without a wait; the time between the events over N, the median of
+  several such queues. The host runs ahead of the device, as in a training step, so its launch time
+  counts only where it is the longer one.
 * **one call**: the device is idle, one call is launched and waited for; median of several. All of
   the host's time before the first kernel and between kernels counts.
 
@@ -30,10 +31,13 @@ class Times(NamedTuple):
     one_call: float
 
 
-def elapsed_ms(function: Function, calls: int) -> float:
-    """Device time of ``calls`` calls launched without a wait, over ``calls``."""
+def elapsed_ms(function: Function, calls: int, *, busy: bool) -> float:
+    """Time of ``calls`` calls launched without a wait, over ``calls``; on a ``busy`` device, behind
+    another call, or on an idle one."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    if busy:
+        function()
     start.record()
     for _ in range(calls):
         function()
@@ -56,16 +60,16 @@ def measure(
     for name, function in functions.items():
         for _ in range(2):
             function()
-        once = elapsed_ms(function, 3)
+        once = elapsed_ms(function, 3, busy=True)
         lengths[name] = max(4, min(50, round(queue_ms / max(once, 1e-3))))
     one_call = {name: [] for name in functions}
     queued = {name: [] for name in functions}
     for turn in range(max(queues, singles)):
         for name, function in functions.items():
             if turn < singles:
-                one_call[name].append(elapsed_ms(function, 1))
+                one_call[name].append(elapsed_ms(function, 1, busy=False))
             if turn < queues:
-                queued[name].append(elapsed_ms(function, lengths[name]))
+                queued[name].append(elapsed_ms(function, lengths[name], busy=True))
     return {
         name: Times(
             statistics.median(queued[name]),
