@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from attention_cases import Shape
 from torch import Tensor
@@ -96,3 +97,21 @@ def difference(a: Tensor, b: Tensor) -> float:
     dead = b == -torch.inf
     assert torch.equal(a == -torch.inf, dead)
     return rel_rms(a.masked_fill(dead, 0), b.masked_fill(dead, 0))
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
+    for name in ("empty", "empty_like"):
+        plain = getattr(torch, name)
+
+        def poisoned(*args, plain=plain, **kwargs):
+            x = plain(*args, **kwargs)
+            if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+                x.view(torch.uint8).fill_(0x7F)
+            elif x.dtype.is_floating_point:
+                x.fill_(float("nan"))
+            elif x.dtype == torch.int32:
+                x.fill_(2**30)
+            return x
+
+        monkeypatch.setattr(torch, name, poisoned)

@@ -22,6 +22,7 @@ from kernel_cases import (  # noqa: E402
     FWD,
     difference,
     make_call,
+    poison_empty,
     through_kernels,
     through_reference,
 )
@@ -96,20 +97,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        x = plain(*args, **kwargs)
-        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-            x.view(torch.uint8).fill_(0x7F)
-        elif x.dtype.is_floating_point:
-            x.fill_(float("nan"))
-        elif x.dtype == torch.int32:
-            x.fill_(2**30)
-        return x
-
-    monkeypatch.setattr(torch, "empty", empty)
+    poison_empty(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
