@@ -166,6 +166,17 @@ def test_hidden_contents_do_not_reach_anything() -> None:
     assert not fwd.o[:, :, :40].any() and not bwd.dk[:, :, :40].any()
 
 
+def test_script_for_the_checkers(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """`sanitize_kernels.py` picks cases by name and fails where a result is wrong."""
+    import sanitize_kernels
+
+    assert sanitize_kernels.main(["D7"]) == 0
+    assert "1 cases, 0 wrong" in capsys.readouterr().out
+    assert sanitize_kernels.main(["no-such"]) == 2
+    monkeypatch.setattr(sanitize_kernels, "check", lambda *_: {"o": 1e-7, "dq": float("nan")})
+    assert sanitize_kernels.main(["causal"]) == 1
+
+
 def test_public_function_runs_the_kernels() -> None:
     """``backend="triton"`` in eager and compiled, forward and backward, with the layouts promised."""
     from hf_deltamatch import delta_matching_attention
