@@ -3,9 +3,9 @@ r"""FP8 attention backward by keys: dK and dV, all query heads of a key head in 
 .. math::  dV = \hat P^T \widehat{dO}, \quad dK = \widehat{dS}^T \hat Q
 
 One kernel, for both or for one of them (``DK``, ``DV``): apart they need a product more, but fit the
-registers of more programs. Works on Sᵀ, so that a power of two per key × query tile is a row of the register operand and leaves
-the product. δ comes from the query-row kernel; that it still matches here is what the row sums of
-the debug store show. Reference: ``reference.attention_bwd`` with ``block_m = BLOCK_M``.
+registers of more programs. Works on Sᵀ, so that a power of two per key × query tile is a row of the
+register operand and leaves the product. δ comes from the query-row kernel; that it still matches
+here is what the row sums of the debug store show. Reference: ``reference.attention_bwd`` with ``block_m = BLOCK_M``.
 """
 
 from __future__ import annotations
@@ -133,11 +133,13 @@ def _attention_bwd_dkdv_kernel(
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
     mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
     Hkv, G, Tq, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
-    mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
+    mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+    stride_mb,
     stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
-    STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)  # the first keys have the most causal rows
@@ -190,7 +192,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
+                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
+                GROUPED,
                 False, STORE_DS, DK, DV,
             BLOCK_M, SOFT_CAST,
             )  # fmt: skip
@@ -201,7 +204,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED,
+                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
+                GROUPED,
                 True, STORE_DS, DK, DV,
             BLOCK_M, SOFT_CAST,
             )  # fmt: skip

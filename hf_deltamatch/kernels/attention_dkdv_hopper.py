@@ -57,12 +57,12 @@ def _to_operand(x, layout: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, q_s, do_s, qt_s, dot_s,
-    shifted_s, k_s, v_s, kv_ready, full, empty, key_token, head, G, origin, tiles, Tq,
-    q_base, q_slot, D_padded, D_padded_v,
+    q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, stages, k_s, v_s, kv_ready,
+    key_token, head, G, origin, tiles, Tq, q_base, q_slot, D_padded, D_padded_v,
     STEP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """K and V of this program once, then every query tile of every query head, in visiting order."""
+    """K and V of this program once, then the query tiles of every query head, in visiting order."""
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
     mbarrier.expect(kv_ready, 4 * KEYS * BLOCK_D)
     for w in gl.static_range(2):
         async_load(k_desc, [key_token + w * KEYS, 0], kv_ready, k_s.index(w))
@@ -97,14 +97,17 @@ def _add_product(total, a, b_t, factor):
 
 @gluon.jit
 def _step(
-    i, dk, dv, start, bh, k, v, k_tile, v_tile, keys, position, reach, q_s, do_s, qt_s, dot_s,
-    shifted_s, full, empty, lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, Tq,
-    Tk, T_queries, stride_stat, slots_q, offset, window, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, the i-th that this warpgroup sees."""
+    """One tile of queries, the i-th that this warpgroup sees; tuples as in ``_consume``."""
+    k, v, k_tile, v_tile = own
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
+    lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr = pointers
+    q_base, q_slot, Tq, offset = queries
+    Tk, k_base, T_queries, T_keys, stride_stat, slots_q, window, softmax_scale, softcap = sizes
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     operand: gl.constexpr = gl.DotOperandLayout(0, grads, 4)
@@ -116,8 +119,8 @@ def _step(
     do_tile = gl.load(do_descale_ptr + slot)
     zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     # Straight from memory, before the wait: from shared memory ptxas spills 26 registers a tile.
-    queries = start + gl.arange(0, BLOCK_M, by_query)
-    lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + queries)[None, :]
+    rows = start + gl.arange(0, BLOCK_M, by_query)
+    lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + rows)[None, :]
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -129,8 +132,8 @@ def _step(
     else:
         p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2)
     if MASKED:
-        seen = (keys < Tk)[:, None] & (queries < Tq)[None, :]
-        at = (queries + offset)[None, :]
+        seen = (keys < Tk)[:, None] & (rows < Tq)[None, :]
+        at = (rows + offset)[None, :]
         if MASK == COMPACT_MASK:
             seen = seen & (position >= 0)[:, None] & (position[:, None] <= at)
             seen = seen & (at - position[:, None] < reach[:, None])
@@ -142,8 +145,8 @@ def _step(
     for_dv = p
     if DLSE:
         # A zero row of dO whose lse has a gradient: P is alive, and adds nothing to dV.
-        row = bh.to(gl.int64) * T_queries + q_base
-        fold = gl.load(do_fold_ptr + row + queries, mask=queries < Tq, other=0.0)
+        at_rows = bh.to(gl.int64) * T_queries + q_base + rows
+        fold = gl.load(do_fold_ptr + at_rows, mask=rows < Tq, other=0.0)
         for_dv = gl.where((fold == 0.0)[None, :], 0.0, p)
     e = pow2_exponent(gl.max(for_dv, 1))
     p8 = _to_operand(for_dv * inverse_exp2_int(e)[:, None], operand)
@@ -154,8 +157,8 @@ def _step(
     if MASKED:
         ds = gl.where(seen, ds, 0.0)
     if STORE_DS:
-        at = (bh.to(gl.int64) * T_queries + q_base + queries) * T_keys + k_base
-        inside = (keys < Tk)[:, None] & (queries < Tq)[None, :]
+        at = (bh.to(gl.int64) * T_queries + q_base + rows) * T_keys + k_base
+        inside = (keys < Tk)[:, None] & (rows < Tq)[None, :]
         gl.store(ds_ptr + (at[None, :] + keys[:, None]), ds, mask=inside)
     if SOFTCAP:
         ds = ds * (1.0 - t * t)
@@ -181,16 +184,20 @@ def _store(out_ptr, x, first_key, k_base, k_len, D, stride_t):
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, q_s, do_s, qt_s, dot_s, shifted_s, k_s, v_s, kv_ready, full, empty,
-    dk_ptr, dv_ptr, lse2_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
-    ds_ptr, mask_ptr, first, kv, b, h, head, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
-    q_base, q_len, q_slot, offset, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
+    w: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+    v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
+    queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
-    DLSE: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr, DLSE: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """64 keys against every query tile."""
+    """64 keys against every query tile.
+
+    ``stages``: buffers of query tiles and their barriers; ``pointers``: what is read from memory
+    by query; ``queries``: first token, first slot and length of the segment, its offset to the keys.
+    """
+    head = kv * G
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
     first_key = first + w * KEYS
@@ -200,10 +207,14 @@ def _consume(
     if MASK == COMPACT_MASK:
         position = gl.load(mask_ptr + keys, mask=keys < k_len, other=-1)
         reach = gl.load(mask_ptr + Tk + keys, mask=keys < k_len, other=0)
-    k_tile = gl.load(k_descale_ptr + kv * slots_k + k_slot + first // 128)
-    v_tile = gl.load(v_descale_ptr + kv * slots_k + k_slot + first // 128)
-    k = k_s.index(w)
-    v = v_s.index(w)
+    slot = kv * slots_k + k_slot + first // 128
+    own = (
+        k_s.index(w),
+        v_s.index(w),
+        gl.load(k_descale_ptr + slot),
+        gl.load(v_descale_ptr + slot),
+    )
+    sizes = (k_len, k_base, Tq, Tk, stride_stat, slots_q, window, softmax_scale, softcap)
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(kv_ready, 0)
@@ -211,32 +222,26 @@ def _consume(
     for t in range(edge):
         for group in range(G):
             dk, dv = _step(
-                i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
-                position, reach, q_s, do_s, qt_s, dot_s, shifted_s, full, empty, lse2_ptr,
-                q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq, stride_stat,
-                slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
-                WINDOW, MASK, SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
+                True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
             )  # fmt: skip
             i += 1
     if MASK == 0:
         for t in range(edge, edge + inner):
             for group in range(G):
                 dk, dv = _step(
-                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
-                    position, reach, q_s, do_s, qt_s, dot_s, shifted_s, full, empty, lse2_ptr,
-                    q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq, stride_stat,
-                    slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
-                    WINDOW, MASK, SOFTCAP, DLSE, False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
+                    False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
                 i += 1
         for t in range(edge + inner, tiles):
             for group in range(G):
                 dk, dv = _step(
-                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
-                    position, reach, q_s, do_s, qt_s, dot_s, shifted_s, full, empty, lse2_ptr,
-                    q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq, stride_stat,
-                    slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
-                    WINDOW, MASK, SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
+                    True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
                 i += 1
     dv_ptr += b.to(gl.int64) * stride_dvb + h.to(gl.int64) * stride_dvh
@@ -250,17 +255,17 @@ def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr, ds_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
-    stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
-    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
-    DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale,
+    softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+    stride_mb,
+    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
     kv = gl.program_id(1)
     b = kv // Hkv
     h = kv % Hkv
-    head = kv * G
     # The first keys have the most causal rows.
     segment, k_base, k_len, k_slot, first = own_segment(
         gl.program_id(0), Tk, cu_k_ptr, segment_k_ptr, 128, PACKED
@@ -304,28 +309,28 @@ def _attention_bwd_dkdv_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty)
+    pointers = (lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr)
+    queries = (q_base, q_slot, q_len, offset)
     gl.warp_specialize([
         (_consume, (
-            0, q_s, do_s, qt_s, dot_s, shifted_s, k_s, v_s, kv_ready, full, empty, dk_ptr,
-            dv_ptr, lse2_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
-            ds_ptr, mask_ptr, first, kv, b, h, head, G, origin, edge, inner, tiles, k_base, k_len,
-            k_slot, q_base, q_len, q_slot, offset, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale,
-            softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-            STEP, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            0, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
+            Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
+            stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
+            SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_consume, (
-            1, q_s, do_s, qt_s, dot_s, shifted_s, k_s, v_s, kv_ready, full, empty, dk_ptr,
-            dv_ptr, lse2_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
-            ds_ptr, mask_ptr, first, kv, b, h, head, G, origin, edge, inner, tiles, k_base, k_len,
-            k_slot, q_base, q_len, q_slot, offset, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale,
-            softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-            STEP, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            1, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
+            Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
+            stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
+            SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_produce, (
-            q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, q_s, do_s,
-            qt_s, dot_s, shifted_s, k_s, v_s, kv_ready, full, empty, kv * Tk + k_base + first,
-            head, G, origin, tiles, Tq, q_base, q_slot, D_padded, D_padded_v, STEP, BLOCK_D, BLOCK_M,
-            STAGES,
+            q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, stages, k_s, v_s,
+            kv_ready, kv * Tk + k_base + first, kv * G, G, origin, tiles, Tq, q_base, q_slot,
+            D_padded, D_padded_v, STEP, BLOCK_D, BLOCK_M, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -386,9 +391,9 @@ def dkdv_hopper(
         _rows(q8, BLOCK_M), _rows(do8, BLOCK_M), _columns(qt), _columns(do_t),
         _rows(shifted, BLOCK_M), *(_rows(t, KEYS.value) for t in keys), dk,
         dv, lse2, *descales, do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
-        x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
-        x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-        *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
+        x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2],
+        do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
+        x.window or 0, *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
         STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M,
         STAGES=4, num_warps=4, **flags,
     )  # fmt: skip
