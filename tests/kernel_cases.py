@@ -70,7 +70,9 @@ def through_kernels(c: Call, **debug: bool) -> tuple[kernels.Forward, kernels.Ba
 
 def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
     """The reference with the tiles of the kernels."""
-    forward, backward = attention_kernels.reference_blocks(c.q.shape[-1], c.v.shape[-1], c.q.device)
+    forward, backward = attention_kernels.reference_blocks(
+        c.q.shape[-1], c.v.shape[-1], c.q.device, c.options["recipe"].block
+    )
     fwd = reference.attention_fwd(c.q, c.k, c.v, **c.options, **forward)
     bwd = reference.attention_bwd(c.do, c.dlse, fwd, None, **c.options, **backward)
     return fwd, bwd

@@ -24,6 +24,9 @@ same kernels with tiles that fit their shared memory, and have not been run."""
 SMALL_SHARED_MEMORY = ((8, 9), (12, 0))
 """About 100 KB a block: head dimensions above 128 do not fit."""
 
+TENSOR_MEMORY = ((10, 0), (10, 3))
+"""Block-scaled products read their codes from tensor memory, and take 128 rows."""
+
 NO_BOOLEAN_MASK = ((10, 0), (10, 3))
 """Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these."""
 
@@ -47,6 +50,18 @@ def interpreted() -> bool:
 
 def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def interprets_scaled_products() -> bool:
+    """Whether this Triton's interpreter knows ``tl.dot_scaled`` (3.6's fails, 3.9's is exact)."""
+    return _triton_version() >= (3, 9)
+
+
+def _triton_version() -> tuple[int, int]:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def missing(op: str, device: torch.device) -> str | None:
@@ -85,8 +100,11 @@ def unsupported_attention(
     """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
-    if recipe.block == "mx":
-        return "block 'mx' needs native block-scaled products; use '128xD' or '1xD'"
+    if recipe.block == "mx" and device.type == "cpu" and not interprets_scaled_products():
+        return (
+            f"block 'mx' multiplies by tl.dot_scaled, which the interpreter of Triton "
+            f"{_triton_version()[0]}.{_triton_version()[1]} does not know (3.9 does); use '128xD'"
+        )
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
     capability = capability_of(device)

@@ -21,7 +21,7 @@ from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
-from hf_deltamatch.kernels.attention_problem import Problem
+from hf_deltamatch.kernels.attention_problem import Problem, saved_views
 from hf_deltamatch.kernels.attention_rows import _mean_key_kernel, _rows_kernel
 from hf_deltamatch.kernels.launch import feature_block
 from hf_deltamatch.kernels.quantize import transpose
@@ -98,12 +98,17 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         *(
             t
             for which in "qkv"
-            for t in (saved[which][0][..., : x.features(which)], saved[which][1])
+            for t in saved_views(*saved[which], x.features(which), x.recipe.block)
         ),
     )
     if lse.numel() == 0 or x.Tk == 0 or x.Dv == 0:
         lse.fill_(float("-inf"))
         o.zero_()
+        return result
+    if x.recipe.block == "mx":
+        from hf_deltamatch.kernels import attention_mx_launch
+
+        attention_mx_launch.forward(q, k, v, x, saved, o, lse)
         return result
     x.quantize(q, "q", *saved["q"])
     x.quantize(k, "k", *saved["k"])
@@ -155,6 +160,13 @@ def attention_bwd(
             t.zero_()
         dsinks = delta.new_zeros(0 if x.sinks is None else x.Hq)
         return Backward(dq, dk, dv, dsinks, delta, sums, ds, None)
+    if x.recipe.block == "mx":
+        from hf_deltamatch.kernels import attention_mx_launch
+
+        shifted = attention_mx_launch.backward(do, dlse, saved, x, (dq, dk, dv), delta, sums, ds)
+        ds_sink = _ds_sink(x, saved.lse, shifted)
+        dsinks = delta.new_zeros(0) if ds_sink is None else ds_sink.sum((0, 2))
+        return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
     do8, dod = x.empty_operand("do")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, capability_of
+from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, TENSOR_MEMORY, capability_of
 
 
 class Config(NamedTuple):
@@ -65,3 +65,25 @@ def dkdv_configs(
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]
     return [(Config(32, 64, 4, 2), True, True)]
+
+
+def _is_native(device: torch.device) -> bool:
+    """Block-scaled products of tensor memory, which take 128 rows; fewer rows are emulated."""
+    return capability_of(device) in TENSOR_MEMORY
+
+
+def mx_fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
+    if _is_native(device):
+        return Config(128, 64, 4, 2)
+    return Config(64, 64, 4, 2)
+
+
+mx_delta_config = mx_dq_config = mx_fwd_config
+
+
+def mx_dkdv_configs(
+    BLOCK_D: int, BLOCK_DV: int, device: torch.device
+) -> list[tuple[Config, bool, bool]]:
+    if _is_native(device):
+        return [(Config(64, 128, 4, 2), True, True)]
+    return [(Config(64, 64, 4, 2), True, True)]

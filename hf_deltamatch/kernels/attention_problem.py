@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_deltamatch.formats import FORMATS, TOKENS_PER_TILE
+from hf_deltamatch.formats import FORMATS, MX_BLOCK, TOKENS_PER_TILE
 from hf_deltamatch.kernels.geometry import _bounds_kernel
 from hf_deltamatch.kernels.launch import SOFT_CAST, Packing, packing, padded_features
 from hf_deltamatch.kernels.quantize import quantize
+from hf_deltamatch.kernels.quantize_mx import code_columns, quantize_mx
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -159,6 +160,18 @@ class Problem:
             **out,
         )
 
+    def quantize_mx(self, x: Tensor, which: str, payload: Tensor, codes: Tensor) -> None:
+        keys = which in ("k", "v")
+        facts = self.facts
+        quantize_mx(
+            x,
+            payload,
+            codes,
+            pack=self.pack_k if keys else self.pack_q,
+            first_shown=self.hidden_before(keys),
+            state={"q": facts.query_state, "do": facts.do_state}.get(which, facts.key_state),
+        )
+
     def features(self, which: str) -> int:
         return self.D if which in ("q", "k") else self.Dv
 
@@ -170,6 +183,13 @@ class Problem:
         return empty_operand(self.B, H, T, D, which, self.recipe, self.tile, self.cu_q, self.device)
 
 
+def saved_views(payload: Tensor, descale: Tensor, D: int, block: str) -> tuple[Tensor, Tensor]:
+    """What the ops return of the buffers of an operand, without the padding of their rows."""
+    if block == "mx":
+        descale = descale[..., : -(-D // MX_BLOCK)]
+    return payload[..., :D], descale
+
+
 def empty_operand(
     B: int, H: int, T: int, D: int, which: str, recipe: AttentionRecipe, tile: bool,
     cu: Tensor | None, device: torch.device,
@@ -177,6 +197,9 @@ def empty_operand(
     """Buffers of one operand; also the shapes and strides that the ops promise."""
     dtype = FORMATS[recipe.do_format].dtype if which == "do" else torch.float8_e4m3fn
     payload = torch.empty(B, H, T, padded_features(D), dtype=dtype, device=device)
+    if recipe.block == "mx":
+        codes = torch.empty(B, H, T, code_columns(D), dtype=torch.uint8, device=device)
+        return payload, codes
     if not tile:
         return payload, torch.empty(B, H, T, device=device)
     slots = -(-T // TOKENS_PER_TILE) if cu is None else T // TOKENS_PER_TILE + cu.numel() - 1

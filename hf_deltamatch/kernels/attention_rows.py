@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_deltamatch.kernels.attention_fwd import LOG2E
-from hf_deltamatch.kernels.casts import round_bf16
+from hf_deltamatch.kernels.casts import exp2_int, round_bf16
 from hf_deltamatch.kernels.geometry import segment_of
+from hf_deltamatch.kernels.logits import LOG2E
+from hf_deltamatch.kernels.quantize_mx import row_codes, spread_blocks
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -16,17 +17,19 @@ def _rows_kernel(
     D_padded_v, stride_dob, stride_doh, stride_dot, stride_dod, stride_ob, stride_oh,
     stride_ot, stride_od,
     DLSE: tl.constexpr, STALE: tl.constexpr, DEQUANTIZED: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, MX: tl.constexpr = False,
 ):  # fmt: skip
     """``lse2``, base 2, as the backward kernels read it: +inf (P = 0) where a row sees nothing and,
     without a gradient of lse, where dO is zero; NaN where dO is poisoned. And the δ of the two
-    unmatched rules, rowsum(dO ∘ O) with O in BF16."""
+    unmatched rules, rowsum(dO ∘ O) with O in BF16. ``MX``: codes of dO in place of ``fold``, and
+    ``lse2`` is plain: what is zero or poisoned shows in the operands."""
     bh = tl.program_id(1)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < T
     row = bh.to(tl.int64) * T + offs
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
-    fold = tl.load(fold_ptr + row, mask=inside, other=0.0)
+    if not MX:
+        fold = tl.load(fold_ptr + row, mask=inside, other=0.0)
     dead = lse == float("-inf")
     if STALE or DEQUANTIZED:
         b = bh // H
@@ -43,13 +46,19 @@ def _rows_kernel(
             do = tl.load(do_ptr + at, mask=use, other=0.0).to(tl.float32)
         else:
             do = tl.load(do_fp8_ptr + row[:, None] * D_padded_v + d, mask=use, other=0.0)
-            do = do.to(tl.float32) * fold[:, None]
+            do = do.to(tl.float32)
+            if MX:
+                descale = exp2_int(row_codes(fold_ptr, row, inside, BLOCK_D // 32).to(tl.int32))
+                do = do * spread_blocks(descale, BLOCK_D)
+            else:
+                do = do * fold[:, None]
         delta = tl.where(dead, 0.0, tl.sum(do * o, 1))
         tl.store(delta_ptr + row, delta, mask=inside)
     lse2 = lse * LOG2E
-    if not DLSE:
-        lse2 = tl.where(fold == 0.0, float("inf"), lse2)
-    lse2 = tl.where(fold == fold, lse2, float("nan"))
+    if not MX:
+        if not DLSE:
+            lse2 = tl.where(fold == 0.0, float("inf"), lse2)
+        lse2 = tl.where(fold == fold, lse2, float("nan"))
     tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse2), mask=inside)
 
 
