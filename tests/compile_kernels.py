@@ -3,7 +3,8 @@ takes its target once per process and must not be told to interpret.
 
     python tests/compile_kernels.py 90 '[{"D": 128}]'
 
-Prints one JSON object per line: the kernel, its shared memory, and how often its PTX multiplies FP8.
+Prints one JSON object per line: the kernel, its shared and tensor memory, and how often its PTX
+multiplies, multiplies FP8, and multiplies FP8 with block scales.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 FP8_PRODUCT = re.compile(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*(e4m3|f8f6f4)")
+SCALED_PRODUCT = re.compile(r"(mma\.sync|tcgen05\.mma)\S*kind::mxf8f6f4\S*block_scale")
 ANY_PRODUCT = re.compile(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*", re.M)
 
 
@@ -49,11 +51,10 @@ def main(capability: int, cases: list[dict]) -> None:
 
     JITFunction.run = compile_only
     from hf_deltamatch import AttentionRecipe
-    from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, attention, attention_config
+    from hf_deltamatch.kernels import attention, attention_config
     from hf_deltamatch.ops import attention_kernels
 
-    small = divmod(capability, 10) in SMALL_SHARED_MEMORY
-    attention_config._is_small = lambda device: small
+    attention_config.capability_of = lambda device: divmod(capability, 10)
     for case in cases:
         case = {"Hq": 2, "Hkv": 1, "T": 256, "block": "128xD", **case}
         D, Dv, T = case["D"], case.get("Dv", case["D"]), case["T"]
@@ -66,7 +67,9 @@ def main(capability: int, cases: list[dict]) -> None:
             mask=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
             is_causal=case.get("is_causal", True), window=case.get("window"),
             softmax_scale=D**-0.5, softcap=case.get("softcap"),
-            recipe=AttentionRecipe.from_name("delta_matching", block=case["block"]),
+            recipe=AttentionRecipe.from_name(
+                "delta_matching", block=case["block"], do_format=case.get("do_format", "e4m3")
+            ),
         )  # fmt: skip
         if case.get("bool_mask"):
             options["mask"] = torch.ones(1, 1, T, T, dtype=torch.bool)
@@ -78,8 +81,10 @@ def main(capability: int, cases: list[dict]) -> None:
         facts = {
             "kernel": name,
             "shared": kernel.metadata.shared,
+            "tensor_memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
             "products": len(ANY_PRODUCT.findall(ptx)),
             "fp8_products": len(FP8_PRODUCT.findall(ptx)),
+            "scaled_products": len(SCALED_PRODUCT.findall(ptx)),
         }
         print(json.dumps(facts))
 

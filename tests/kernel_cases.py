@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from attention_cases import Shape
 from torch import Tensor
@@ -17,6 +18,46 @@ from hf_deltamatch.testing import rel_rms
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FWD = kernels.Forward._fields
 BWD = ("dq", "dk", "dv", "dsinks", "delta")
+
+
+def on(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DEVICE)
+
+
+def holes(heads: int = 1) -> torch.Tensor:
+    return on(torch.rand(1, heads, 150, 150, generator=torch.Generator().manual_seed(1)) > 0.3)
+
+
+def compact(T: int, padding: int, window: int = 2**31 - 1) -> torch.Tensor:
+    """Left padding, as ``[B, 3, 1, Tk]``."""
+    position = torch.arange(T, dtype=torch.int32)
+    position[:padding] = -1
+    rows = torch.stack([position, torch.full_like(position, window), torch.zeros_like(position)])
+    return on(rows[None, :, None])
+
+
+def segments(*ends: int) -> torch.Tensor:
+    return on(torch.tensor([0, *ends], dtype=torch.int32))
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
+    plain = torch.empty
+
+    def empty(*args, **kwargs):
+        x = plain(*args, **kwargs)
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            x.view(torch.uint8).fill_(0x7F)
+        elif x.dtype.is_floating_point:
+            x.fill_(float("nan"))
+        elif x.dtype == torch.uint8:
+            x.fill_(255)
+        elif x.dtype == torch.int32:
+            x.fill_(2**30)
+        return x
+
+    monkeypatch.setattr(torch, "empty", empty)
 
 
 class Call(NamedTuple):

@@ -20,8 +20,13 @@ from kernel_cases import (  # noqa: E402
     BWD,
     DEVICE,
     FWD,
+    compact,
     difference,
+    holes,
     make_call,
+    on,
+    poison,  # noqa: F401
+    segments,
     through_kernels,
     through_reference,
 )
@@ -30,26 +35,6 @@ from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
 ON_GPU = DEVICE.type == "cuda"
 S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
-
-
-def on(x: torch.Tensor) -> torch.Tensor:
-    return x.to(DEVICE)
-
-
-def holes(heads: int = 1) -> torch.Tensor:
-    return on(torch.rand(1, heads, 150, 150, generator=torch.Generator().manual_seed(1)) > 0.3)
-
-
-def compact(T: int, padding: int, window: int = 2**31 - 1) -> torch.Tensor:
-    """Left padding, as ``[B, 3, 1, Tk]``."""
-    position = torch.arange(T, dtype=torch.int32)
-    position[:padding] = -1
-    rows = torch.stack([position, torch.full_like(position, window), torch.zeros_like(position)])
-    return on(rows[None, :, None])
-
-
-def segments(*ends: int) -> torch.Tensor:
-    return on(torch.tensor([0, *ends], dtype=torch.int32))
 
 
 SINKS = torch.tensor([0.5, -1.0])
@@ -92,24 +77,6 @@ CASES = {
     "D192-Dv128": (S._replace(D=192, Dv=128, Hq=1), {}),
     "fp16": (S, dict(dtype=torch.float16)),
 }
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        x = plain(*args, **kwargs)
-        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-            x.view(torch.uint8).fill_(0x7F)
-        elif x.dtype.is_floating_point:
-            x.fill_(float("nan"))
-        elif x.dtype == torch.int32:
-            x.fill_(2**30)
-        return x
-
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -99,7 +99,6 @@ def test_explain_by_capability(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "fields,options,part",
     [
-        (dict(block="mx"), {}, "'mx'"),
         (dict(quantize=False), {}, "does not quantise"),
         ({}, dict(softmax_scale=-1.0), "positive"),
         ({}, dict(head_dims=(64, 512)), "above 256"),

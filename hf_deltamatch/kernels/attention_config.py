@@ -68,14 +68,12 @@ def dkdv_configs(
 
 
 def _is_native(device: torch.device) -> bool:
-    """Block-scaled products of tensor memory, which take 128 rows; fewer rows are emulated."""
     return capability_of(device) in TENSOR_MEMORY
 
 
 def mx_fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
-    if _is_native(device):
-        return Config(128, 64, 4, 2)
-    return Config(64, 64, 4, 2)
+    """``mx``: what compiles and fits, not measured."""
+    return Config(128 if _is_native(device) else 64, 64, 4, 2)
 
 
 mx_delta_config = mx_dq_config = mx_fwd_config
@@ -84,6 +82,8 @@ mx_delta_config = mx_dq_config = mx_fwd_config
 def mx_dkdv_configs(
     BLOCK_D: int, BLOCK_DV: int, device: torch.device
 ) -> list[tuple[Config, bool, bool]]:
-    if _is_native(device):
-        return [(Config(64, 128, 4, 2), True, True)]
-    return [(Config(64, 64, 4, 2), True, True)]
+    """A launch each where both gradients do not fit the tensor memory (or the registers)."""
+    c = Config(64, 128 if _is_native(device) else 64, 4, 2)
+    if BLOCK_D + BLOCK_DV > 256:
+        return [(c, True, False), (c, False, True)]
+    return [(c, True, True)]

@@ -203,9 +203,7 @@ def dkdv_tile_mx(
         if MASKED:
             p = tl.where(seen, p, 0.0)
         cast, code = cast_blocks(p, False, False, SOFT_CAST)
-        dot_code = token_codes(
-            dot_code_ptr + block * (BLOCK_DV + 16), 0, BLOCK_DV, BLOCK_M // 32
-        )
+        dot_code = token_codes(dot_code_ptr + block * (BLOCK_DV + 16), 0, BLOCK_DV, BLOCK_M // 32)
         dv = add_product(dv, cast, code, dot_desc.load([bh * D_padded_v, column]), dot_code)
     if DK:
         fold = tl.load(q_fold_ptr + row + offs_m, mask=inside, other=0.0)

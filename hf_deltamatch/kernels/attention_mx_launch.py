@@ -87,7 +87,7 @@ def backward(
     kt, kt_codes, _ = reencode(k8, k_codes, x.pack_k)
     mean_key = _mean_key(kt, kt_codes, x) if x.recipe.project_row_sum else None
 
-    def rows_pass(is_delta: bool) -> None:
+    def rows_pass(kt: Tensor, kt_codes: Tensor, is_delta: bool) -> None:
         c = (config.mx_delta_config if is_delta else config.mx_dq_config)(BD, BDV, x.device)
         grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
         debug = not is_delta
@@ -105,10 +105,10 @@ def backward(
         )  # fmt: skip
 
     if rule == "matched":
-        rows_pass(True)
+        rows_pass(kt, kt_codes, True)
     elif dlse is not None:
         torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
-    rows_pass(False)
+    rows_pass(kt, kt_codes, False)
     del kt, kt_codes
     do_t, do_t_codes, do_fold = reencode(do8, do_codes, x.pack_q, fold=True)
     qt, qt_codes, q_fold = reencode(q8, q_codes, x.pack_q, fold=True)

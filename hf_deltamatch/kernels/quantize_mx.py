@@ -138,9 +138,7 @@ def _reencode_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     inside = offs_t < length
     at = (row + offs_t)[:, None] * D_PADDED + offs_d[None, :]
-    bytes = tl.load(
-        payload_ptr + at, mask=inside[:, None] & (offs_d < D_PADDED)[None, :], other=0
-    )
+    bytes = tl.load(payload_ptr + at, mask=inside[:, None] & (offs_d < D_PADDED)[None, :], other=0)
     code = row_codes(code_ptr, row + offs_t, inside, BLOCK_D // 32).to(tl.int32)
     FP8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
     x = tl.trans(bytes).to(FP8, bitcast=True).to(tl.float32)
