@@ -46,7 +46,7 @@ def main(capability: int, cases: list[dict]) -> None:
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = plain(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.__name__, kernel))
+        compiled.append((self.__name__, kwargs.get("MX", False), kernel))
         return kernel
 
     JITFunction.run = compile_only
@@ -76,10 +76,11 @@ def main(capability: int, cases: list[dict]) -> None:
         fwd = attention_kernels.attention_fwd(q, k, v, **options)
         x = attention_kernels.problem(q.shape, k.shape, Dv, q.device, **options)
         attention.attention_bwd(zeros(case["Hq"], Dv), None, fwd, x)
-    for name, kernel in compiled:
+    for name, mx, kernel in compiled:
         ptx = kernel.asm["ptx"]
         facts = {
             "kernel": name,
+            "mx": mx,
             "shared": kernel.metadata.shared,
             "tensor_memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
             "products": len(ANY_PRODUCT.findall(ptx)),

@@ -15,7 +15,7 @@ if package.missing("attention", torch.device("cuda" if torch.cuda.is_available()
     pytest.skip("no device for the kernels", allow_module_level=True)
 if not torch.cuda.is_available() and not package.interprets_scaled_products():
     pytest.skip(
-        "this Triton's interpreter fails on tl.dot_scaled (3.6 does, 3.9 does not), which every "
+        "this Triton's interpreter fails on tl.dot_scaled (3.6's does, 3.9's does not), which every "
         "product of block 'mx' is",
         allow_module_level=True,
     )
@@ -208,7 +208,8 @@ def test_packed_sequences_are_as_alone() -> None:
         )
         alone_fwd, alone_bwd = through_kernels(part)
         for a, b in zip((fwd.o, *bwd[:3]), (alone_fwd.o, *alone_bwd[:3]), strict=True):
-            assert torch.equal(a[:, :, start:stop], b)
+            a = a[:, :, start:stop]
+            assert difference(a, b) < 1e-3 if ON_GPU else torch.equal(a, b)
 
 
 def test_nothing_to_do() -> None:
@@ -278,7 +279,8 @@ def test_fake_outputs_are_like_the_real_ones(cu: bool) -> None:
 def test_old_interpreters_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = AttentionRecipe.from_name("delta_matching", block="mx")
     cpu = torch.device("cpu")
+    monkeypatch.setattr(package, "triton_version", lambda: (3, 9))
     assert package.unsupported_attention(recipe, (64, 64), 1.0, cpu) is None
-    monkeypatch.setattr(package, "_triton_version", lambda: (3, 6))
+    monkeypatch.setattr(package, "triton_version", lambda: (3, 6))
     sentence = package.unsupported_attention(recipe, (64, 64), 1.0, cpu)
     assert "dot_scaled" in sentence and "3.6" in sentence and "'mx'" in sentence

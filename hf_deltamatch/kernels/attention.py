@@ -7,6 +7,8 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * forward, temporary: D of transposed V;
 * backward, temporary: 4·D (dO, and transposed Q, K, dO) and 12 of row statistics, beside dQ, dK, dV
   in the dtype of dO.
+
+Block ``mx`` has launchers of its own: ``attention_mx_launch``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from hf_deltamatch.kernels.quantize import transpose
 
 class Forward(NamedTuple):
     """``o [B, Hq, Tq, Dv]`` stored as ``BTHD``; ``lse [B, Hq, Tq]``; payloads ``[B, H, T, D]`` in
-    rows of a multiple of 16 bytes; descales ``[B, H, slots]`` or ``[B, H, T]``."""
+    rows of a multiple of 16 bytes; descales ``[B, H, slots]`` or ``[B, H, T]``, or for ``mx`` uint8
+    E8M0 codes ``[B, H, T, ceil(D / 32)]``."""
 
     o: Tensor
     lse: Tensor

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_deltamatch.kernels import triton_version
 from hf_deltamatch.kernels.casts import exp2_int
 from hf_deltamatch.kernels.geometry import visible
 from hf_deltamatch.kernels.logits import LOG2E, tanh
@@ -27,13 +28,22 @@ from hf_deltamatch.kernels.quantize_mx import (
     token_flags,
 )
 
+HIDE_ZERO = tl.constexpr(triton_version() < (3, 9))
+"""Triton 3.6 and 3.7 fail, for tensor memory, on a product in a loop whose accumulator they know to
+be zero."""
+
 
 @triton.jit
 def product(a, a_code, b, b_code):
     """``a [M, K]`` times ``b [N, K]`` transposed, both with codes along K."""
     A: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
     B: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
-    return tl.dot_scaled(a, a_code, A, b.T, b_code, B)
+    if HIDE_ZERO:
+        zero = tl.max(a_code.to(tl.int32), 1).to(tl.float32) * 0.0
+        zero = tl.broadcast_to(zero[:, None], [a.shape[0], b.shape[0]])
+        return tl.dot_scaled(a, a_code, A, b.T, b_code, B, zero)
+    else:
+        return tl.dot_scaled(a, a_code, A, b.T, b_code, B)
 
 
 @triton.jit
