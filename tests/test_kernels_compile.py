@@ -28,9 +28,10 @@ CASES = [
 MX = [
     {"D": 128},
     {"D": 32, "is_causal": False},
-    {"D": 64, "bool_mask": True},
     {"D": 96, "window": 64, "softcap": 20.0, "do_format": "e5m2"},
+    {"D": 64, "bool_mask": True},
 ]
+MX_LARGE = [{"D": 256, "bool_mask": True}, {"D": 192, "Dv": 128, "bool_mask": True}]
 BOOLEAN = [{"D": 64, "block": "1xD", "bool_mask": True}]
 LARGE = [{"D": 256}, {"D": 192, "Dv": 128, "is_causal": False}]
 # Bytes a block can use, from NVIDIA's table of compute capabilities.
@@ -74,7 +75,7 @@ def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
 def test_mx_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
     """On 10.x and 12.0 every product is a block-scaled FP8 instruction, before that none is."""
     cases = [{**case, "block": "mx"} for case in MX]
-    cases += [{**case, "block": "mx"} for case in LARGE if capability not in SMALL_SHARED_MEMORY]
+    cases += [{**case, "block": "mx"} for case in MX_LARGE if capability not in SMALL_SHARED_MEMORY]
     for kernel in compile_for(capability, cases, tmp_path):
         assert kernel["mx"] and kernel["products"] > 0, kernel
         native = kernel["products"] if capability in NATIVE_MX else 0
