@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -95,22 +96,32 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the table to this file"
     )
-    bench = commands.add_parser("bench", help="our kernels beside BF16, on a CUDA device")
+    bench = commands.add_parser(
+        "bench",
+        help="our kernels beside BF16 and FP8 of others, on a CUDA device",
+        description="Times of attention as a training step sees it (many calls queued) and of one "
+        "call; every row is checked first. Exit status 2 if one of ours fails its check.",
+    )
     bench.add_argument("what", choices=["attention"])
     bench.add_argument(
         "--shape",
         action="append",
-        metavar="B,Hq,Hkv,T,D,causal|full",
-        help="may be repeated (default: the shapes of examples/benchmarks)",
+        metavar="B,Hq,Hkv,T,D,MASK",
+        help="MASK is causal, full or windowN, as in 1,16,16,32768,128,window128; may be repeated "
+        "(default: the shapes of examples/benchmarks)",
     )
     bench.add_argument(
         "--recipe",
         action="append",
         metavar="'NAME [BLOCK]'",
-        help="may be repeated (default: delta_matching, delta_matching 1xD, stale_delta)",
+        help="may be repeated (default: delta_matching; for the first shape also "
+        "'delta_matching 1xD' and stale_delta)",
     )
     bench.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the times to this file"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the times to this file, after every shape",
     )
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
@@ -207,30 +218,44 @@ def _check_json(path: Path | None) -> None:
 
 
 def _write_json(path: Path | None, result: dict) -> None:
+    """Whole or not at all: a file that was there stays until the new one is complete."""
     from hf_deltamatch.environment import environment
 
-    if path is not None:
-        path.write_text(json.dumps({**result, "environment": environment()}, indent=2) + "\n")
+    if path is None:
+        return
+    text = json.dumps({**result, "environment": environment()}, indent=2) + "\n"
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _bench(args: argparse.Namespace) -> int:
     _check_json(args.json)
     try:
-        from hf_deltamatch import benchmarks
+        from hf_deltamatch.benchmarks import attention, shapes
     except ImportError as error:
         raise ValueError(f"the kernels need Triton ({error}).") from error
-    shapes = benchmarks.SHAPES
+    chosen = None
     if args.shape is not None:
-        shapes = tuple(benchmarks.parse_shape(text) for text in args.shape)
-    recipes = benchmarks.RECIPES if args.recipe is None else tuple(args.recipe)
-    for text in recipes:
-        benchmarks.parse_recipe(text)
+        chosen = tuple(shapes.parse_shape(text) for text in args.shape)
+    for text in args.recipe or ():
+        shapes.parse_recipe(text)
     try:
-        result = benchmarks.bench_attention(shapes, recipes)
-    except benchmarks.BenchError as error:
+        result = attention.bench_attention(
+            chosen,
+            None if args.recipe is None else tuple(args.recipe),
+            progress=lambda text: print(text, flush=True),
+            keep=lambda result: _write_json(args.json, result),
+        )
+    except attention.BenchError as error:
         return _failed("bench", error)
-    _write_json(args.json, result)
-    return 0
+    failed = attention.failures(result)
+    for text in failed:
+        _failed("bench", RuntimeError(text))
+    return 2 if failed else 0
 
 
 def _eval(argv: list[str]) -> int:

@@ -1,10 +1,11 @@
 """Compile the attention kernels for a capability that need not be present; a script, because Triton
 takes its target once per process and must not be told to interpret.
 
-    python tests/compile_kernels.py 90 '[{"D": 128}]'
+    python tests/compile_kernels.py 90 '[{"D": 128}, {"D": 64, "mask": "packed", "attention": false}]'
 
-Prints one JSON object per line: the kernel, its shared and tensor memory, and how often its PTX
-multiplies, multiplies FP8, and multiplies FP8 with block scales.
+A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
+around it are compiled, which is quick. Prints one JSON object per line: the kernel, its shared and
+tensor memory, and how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def main(capability: int, cases: list[dict]) -> None:
     plain = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        if self.__name__.startswith("_attention") and not case.get("attention", True):
+            return None
         kernel = plain(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.append((self.__name__, kwargs.get("MX", False), kernel))
         return kernel
@@ -56,26 +59,30 @@ def main(capability: int, cases: list[dict]) -> None:
 
     attention_config.capability_of = lambda device: divmod(capability, 10)
     for case in cases:
-        case = {"Hq": 2, "Hkv": 1, "T": 256, "block": "128xD", **case}
+        case = {"Hq": 2, "Hkv": 1, "T": 256, "dtype": "bfloat16", **case}
         D, Dv, T = case["D"], case.get("Dv", case["D"]), case["T"]
+        dtype = getattr(torch, case["dtype"])
 
-        def zeros(H: int, D: int, T: int = T) -> torch.Tensor:
-            return torch.zeros(1, T, H, D, dtype=torch.bfloat16).transpose(1, 2)
+        def zeros(H: int, D: int, T: int = T, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(1, T, H, D, dtype=dtype).transpose(1, 2)
 
         q, k, v = zeros(case["Hq"], D), zeros(case["Hkv"], D), zeros(case["Hkv"], Dv)
+        mask = case.get("mask")
+        cu = torch.tensor([0, T // 3, T], dtype=torch.int32) if mask == "packed" else None
+        masks = {
+            "bool": torch.ones(1, 1, T, T, dtype=torch.bool),
+            "compact": torch.zeros(1, 3, 1, T, dtype=torch.int32),
+        }
         options = dict(
-            mask=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
-            is_causal=case.get("is_causal", True), window=case.get("window"),
+            mask=masks.get(mask), sinks=None, cu_seqlens_q=cu, cu_seqlens_k=cu,
+            is_causal=case.get("is_causal", mask != "compact"), window=case.get("window"),
             softmax_scale=D**-0.5, softcap=case.get("softcap"),
-            recipe=AttentionRecipe.from_name(
-                "delta_matching", block=case["block"], do_format=case.get("do_format", "e4m3")
-            ),
+            recipe=AttentionRecipe.from_name("delta_matching", **case.get("fields", {})),
         )  # fmt: skip
-        if case.get("bool_mask"):
-            options["mask"] = torch.ones(1, 1, T, T, dtype=torch.bool)
         fwd = attention_kernels.attention_fwd(q, k, v, **options)
         x = attention_kernels.problem(q.shape, k.shape, Dv, q.device, **options)
-        attention.attention_bwd(zeros(case["Hq"], Dv), None, fwd, x)
+        dlse = torch.zeros(1, case["Hq"], T) if case.get("dlse") else None
+        attention.attention_bwd(zeros(case["Hq"], Dv), dlse, fwd, x)
     for name, mx, kernel in compiled:
         ptx = kernel.asm["ptx"]
         facts = {

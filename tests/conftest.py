@@ -12,14 +12,24 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--interpret-gpu",
+        action="store_true",
+        help="without a CUDA device, run the tests marked gpu in Triton's interpreter where they can: "
+        "slow, and only to try the tests themselves",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
+    interpret = config.getoption("--interpret-gpu")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not (interpret and "interpretable" in item.keywords):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

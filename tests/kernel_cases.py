@@ -40,26 +40,6 @@ def segments(*ends: int) -> torch.Tensor:
     return on(torch.tensor([0, *ends], dtype=torch.int32))
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
-    plain = torch.empty
-
-    def empty(*args, **kwargs):
-        x = plain(*args, **kwargs)
-        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-            x.view(torch.uint8).fill_(0x7F)
-        elif x.dtype.is_floating_point:
-            x.fill_(float("nan"))
-        elif x.dtype == torch.uint8:
-            x.fill_(255)
-        elif x.dtype == torch.int32:
-            x.fill_(2**30)
-        return x
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
 class Call(NamedTuple):
     """Inputs ``BHTD`` stored as ``BTHD``, as models send them, and the options of the ops."""
 
@@ -139,3 +119,23 @@ def difference(a: Tensor, b: Tensor) -> float:
     dead = b == -torch.inf
     assert torch.equal(a == -torch.inf, dead)
     return rel_rms(a.masked_fill(dead, 0), b.masked_fill(dead, 0))
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
+    for name in ("empty", "empty_like"):
+        plain = getattr(torch, name)
+
+        def poisoned(*args, plain=plain, **kwargs):
+            x = plain(*args, **kwargs)
+            if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+                x.view(torch.uint8).fill_(0x7F)
+            elif x.dtype.is_floating_point:
+                x.fill_(float("nan"))
+            elif x.dtype == torch.uint8:
+                x.fill_(255)
+            elif x.dtype == torch.int32:
+                x.fill_(2**30)
+            return x
+
+        monkeypatch.setattr(torch, name, poisoned)

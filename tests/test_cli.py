@@ -161,10 +161,13 @@ def test_numerics_cannot_write(tmp_path, monkeypatch, capsys) -> None:
     def full(self, *_, **__) -> None:
         raise OSError(28, "No space left on device")
 
+    path = tmp_path / "n.json"
+    path.write_text("before")
     monkeypatch.setattr(Path, "write_text", full)
-    assert cli.main(["numerics", "--seeds", "1", "--json", str(tmp_path / "n.json")]) == 2
+    assert cli.main(["numerics", "--seeds", "1", "--json", str(path)]) == 2
     out, err = capsys.readouterr()
     assert "matched" in out and "No space left" in err and len(err.splitlines()) == 1
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
 def fake_lm_eval(monkeypatch, error: Exception | None = None) -> list[list[str]]:
@@ -235,10 +238,13 @@ def test_entry_points_are_declared() -> None:
 @pytest.mark.parametrize(
     "argv,words",
     [
-        ("--shape 1,2,3", "'1,2,3'; it must be B,Hq,Hkv,T,D,causal"),
-        ("--shape 1,2,2,64,64,mask", "end in `causal` or `full`"),
+        ("--shape 1,2,3", "'1,2,3'; it must be B,Hq,Hkv,T,D,MASK"),
+        ("--shape 1,2,2,0,64,full", "five positive numbers"),
+        ("--shape 1,2,2,64,64,mask", "end in `causal`, `full` or `windowN`"),
+        ("--shape 1,2,2,64,64,window0", "end in `causal`, `full` or `windowN`"),
         ("--shape 1,3,2,64,64,full", "multiple of Hkv"),
         ("--recipe fast", "fast"),
+        ("--recipe delta_matching=1xD", "delta_matching"),
         ("--json no/such/file", "a folder that exists"),
     ],
 )

@@ -45,9 +45,11 @@ def forward(model, form: str, seqs: list[Tensor]) -> list[Tensor]:
         out = model(ids, attention_mask=mask, position_ids=positions).logits
         return [row[m.bool()] for row, m in zip(out, mask, strict=True)]
     lengths = [len(s) for s in seqs]
-    kwargs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    kwargs = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(seqs[0].device)
+    }
     if form == "cu_seq_lens":
-        cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+        cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(seqs[0].device, torch.int32)
         kwargs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
         kwargs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         # As a training loop with a cache left on: the mask is plain causal, cu_seq_lens must do.
@@ -156,7 +158,8 @@ def test_batches_ignored_labels(block: str, scale: float) -> None:
 
 def step_with_padding(model, side: str, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients of a batch whose padding holds the random ids of ``seed``."""
-    ids, mask = batch(3, 40), torch.ones(3, 40, dtype=torch.long)
+    ids = batch(3, 40)
+    mask = torch.ones_like(ids)
     for row, hidden in ((1, 7), (2, 31)):
         mask[row, slice(0, hidden) if side == "left" else slice(40 - hidden, 40)] = 0
     real = mask.bool()

@@ -305,6 +305,30 @@ def test_fp8_delta_matching_mask_compile(family: str, side: str | None) -> None:
         assert_bitwise_equal(compiled[name], grad, name)
 
 
+@torch.no_grad()
+def decode_static(model, decode, steps: int = 5) -> Tensor:
+    """Logits ``[steps, B, 1, vocab]`` of ``decode`` on a static cache after a left-padded prompt, from
+    the third step on without recompiling."""
+    cache = StaticCache(model.config, max_cache_len=24)
+    inputs = padded("left", length=13, hidden=5)
+    mask, logits = inputs.attention_mask, []
+    model(inputs.input_ids, attention_mask=mask, past_key_values=cache)
+    for i in range(steps):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        positions = mask.sum(-1, keepdim=True) - 1
+        # A fixed length, as in generate, or every step has a shape of its own.
+        fixed = torch.nn.functional.pad(mask, (0, 24 - mask.shape[1]))
+        with torch.compiler.set_stance("default" if i < 2 else "fail_on_recompile"):
+            out = decode(
+                input_ids=batch(2, 1, seed=50 + i),
+                attention_mask=fixed,
+                position_ids=positions,
+                past_key_values=cache,
+            )
+        logits.append(out.logits)
+    return torch.stack(logits)
+
+
 @pytest.mark.parametrize(
     "family",
     ["llama", pytest.param("mistral", marks=SLOW), pytest.param("gemma3_text", marks=SLOW)],
@@ -313,30 +337,5 @@ def test_fp8_delta_matching_mask_compile_static_decode(family: str) -> None:
     """Decoding with a static cache in one graph, without recompiling, as generate does it."""
     torch._dynamo.reset()
     model = use(build(family, **MODELS[family]), recipe="bf16")
-    inputs = padded("left", length=13, hidden=5)
-    runs = {}
-    for kind in ("eager", "compiled"):
-        cache = StaticCache(model.config, max_cache_len=24)
-        mask, ids = inputs.attention_mask, inputs.input_ids
-        decode = model.forward
-        if kind == "compiled":
-            decode = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-        logits = []
-        with torch.no_grad():
-            out = model(ids, attention_mask=mask, past_key_values=cache)
-            for i in range(5):
-                token = batch(2, 1, seed=50 + i)
-                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-                positions = mask.sum(-1, keepdim=True) - 1
-                # A fixed length, as in generate, or every step has a shape of its own.
-                fixed = torch.nn.functional.pad(mask, (0, 24 - mask.shape[1]))
-                with torch.compiler.set_stance("default" if i < 2 else "fail_on_recompile"):
-                    out = decode(
-                        input_ids=token,
-                        attention_mask=fixed,
-                        position_ids=positions,
-                        past_key_values=cache,
-                    )
-                logits.append(out.logits)
-        runs[kind] = torch.stack(logits)
-    assert_bitwise_equal(runs["compiled"], runs["eager"])
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert_bitwise_equal(decode_static(model, compiled), decode_static(model, model.forward))

@@ -113,23 +113,33 @@ COLLATORS = {
 }
 
 
+def trainer_steps(model, collator: str, path: Path, **args) -> list[float]:
+    """Losses of three steps of the Trainer, two rows of unequal length a step."""
+    rows = [{"input_ids": batch(1, n, seed=n)[0].tolist()} for n in (17, 24) * 3]
+    plain = dict(
+        max_steps=3, per_device_train_batch_size=2, report_to=[], learning_rate=3e-3,
+        save_strategy="no", disable_tqdm=True, logging_steps=1, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(path, **plain, **args),
+        train_dataset=rows,
+        data_collator=COLLATORS[collator],
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_trainer(collator: str, checkpointing: bool, tmp_path: Path) -> None:
     """Three steps, every forward and backward through our ops, the loss falling."""
-    model = fp8_model()
-    rows = [{"input_ids": batch(1, n, seed=n)[0].tolist()} for n in (17, 24) * 3]
-    args = TrainingArguments(
-        tmp_path, max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        learning_rate=3e-3, save_strategy="no", disable_tqdm=True, logging_steps=1,
-        gradient_checkpointing=checkpointing, remove_unused_columns=False,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=COLLATORS[collator])
     with count_calls() as calls:
-        trainer.train()
+        losses = trainer_steps(
+            fp8_model(), collator, tmp_path, use_cpu=True, gradient_checkpointing=checkpointing
+        )
     assert calls["attention_bwd"] == 3 * 2 and calls["linear_bwd_weight"] == 3 * 14
     assert calls["attention_fwd"] == 3 * 2 * (2 if checkpointing else 1)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 3 and losses[2] < losses[0]
 
 

@@ -25,7 +25,7 @@ from kernel_cases import (  # noqa: E402
     holes,
     make_call,
     on,
-    poison,  # noqa: F401
+    poison_empty,
     segments,
     through_kernels,
     through_reference,
@@ -77,6 +77,11 @@ CASES = {
     "D192-Dv128": (S._replace(D=192, Dv=128, Hq=1), {}),
     "fp16": (S, dict(dtype=torch.float16)),
 }
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,6 +148,17 @@ def test_hidden_contents_do_not_reach_anything() -> None:
     assert torch.equal(fwd.o, dirty_fwd.o) and torch.equal(fwd.lse, dirty_fwd.lse)
     assert all(torch.equal(a, b) for a, b in zip(bwd[:3], dirty_bwd[:3], strict=True))
     assert not fwd.o[:, :, :40].any() and not bwd.dk[:, :, :40].any()
+
+
+def test_script_for_the_checkers(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """`sanitize_kernels.py` picks cases by name and fails where a result is wrong."""
+    import sanitize_kernels
+
+    assert sanitize_kernels.main(["D7"]) == 0
+    assert "1 cases, 0 wrong" in capsys.readouterr().out
+    assert sanitize_kernels.main(["no-such"]) == 2
+    monkeypatch.setattr(sanitize_kernels, "check", lambda *_: {"o": 1e-7, "dq": float("nan")})
+    assert sanitize_kernels.main(["causal"]) == 1
 
 
 def test_public_function_runs_the_kernels() -> None:

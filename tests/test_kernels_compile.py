@@ -21,18 +21,40 @@ from hf_deltamatch.kernels import (  # noqa: E402
 
 pytestmark = pytest.mark.slow
 CASES = [
-    {"D": 128},
-    {"D": 64, "block": "1xD"},
+    {"D": 128},  # on 9.0 dK/dV in Gluon
+    {"D": 128, "fields": {"block": "1xD"}},
+    {"D": 64, "fields": {"block": "1xD"}},
     {"D": 96, "window": 64, "softcap": 20.0},
 ]
-MX = [
-    {"D": 128},
-    {"D": 32, "is_causal": False},
-    {"D": 96, "window": 64, "softcap": 20.0, "do_format": "e5m2"},
-    {"D": 64, "bool_mask": True},
+BOOLEAN = [{"D": 64, "fields": {"block": "1xD"}, "mask": "bool"}]
+# The quantisers alone: what they are compiled for.
+QUANTISERS = [
+    {"D": D, "mask": mask, "dtype": dtype, "fields": fields, "dlse": D == 80, "attention": False}
+    for D, dtype in ((128, "bfloat16"), (80, "float32"), (64, "float16"))
+    for mask, fields in (
+        (None, {"do_format": "e5m2"}),
+        ("bool", {}),
+        ("bool", {"do_format": "e5m2", "delta": "dequantized"}),
+        ("compact", {"delta": "stale"}),
+        ("packed", {"block": "1xD", "project_row_sum": True}),
+    )
 ]
-MX_LARGE = [{"D": 256, "bool_mask": True}, {"D": 192, "Dv": 128, "bool_mask": True}]
-BOOLEAN = [{"D": 64, "block": "1xD", "bool_mask": True}]
+
+
+def mx(D: int, do_format: str = "e4m3", **case) -> dict:
+    return {"D": D, "fields": {"block": "mx", "do_format": do_format}, **case}
+
+
+MX = [
+    mx(128),
+    mx(32, is_causal=False),
+    mx(96, "e5m2", window=64, softcap=20.0),
+    mx(64, mask="bool"),
+]
+MX += [
+    {**case, "fields": {**case["fields"], "block": "mx"}} for case in QUANTISERS if case["D"] != 64
+]
+MX_LARGE = [mx(256, mask="bool"), mx(192, Dv=128, mask="bool")]
 LARGE = [{"D": 256}, {"D": 192, "Dv": 128, "is_causal": False}]
 # Bytes a block can use, from NVIDIA's table of compute capabilities.
 SMALL_BYTES, LARGE_BYTES = 99 * 1024, 227 * 1024
@@ -59,13 +81,13 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
         assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
     # Forward, δ, dQ and dK/dV of every case.
-    assert len(attention) >= 4 * len(cases)
+    assert len(attention) >= 4 * sum(case.get("attention", True) for case in cases)
     return attention
 
 
 @EACH_CAPABILITY
 def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
-    cases = CASES + (LARGE if capability not in SMALL_SHARED_MEMORY else [])
+    cases = CASES + QUANTISERS + (LARGE if capability not in SMALL_SHARED_MEMORY else [])
     cases += BOOLEAN if capability not in NO_BOOLEAN_MASK else []
     for kernel in compile_for(capability, cases, tmp_path):
         assert kernel["products"] == kernel["fp8_products"] > 0, kernel
@@ -74,8 +96,7 @@ def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
 @EACH_CAPABILITY
 def test_mx_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
     """On 10.x and 12.0 every product is a block-scaled FP8 instruction, before that none is."""
-    cases = [{**case, "block": "mx"} for case in MX]
-    cases += [{**case, "block": "mx"} for case in MX_LARGE if capability not in SMALL_SHARED_MEMORY]
+    cases = MX + (MX_LARGE if capability not in SMALL_SHARED_MEMORY else [])
     for kernel in compile_for(capability, cases, tmp_path):
         assert kernel["mx"] and kernel["products"] > 0, kernel
         native = kernel["products"] if capability in NATIVE_MX else 0

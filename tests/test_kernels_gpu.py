@@ -23,6 +23,7 @@ from kernel_cases import (  # noqa: E402
 import hf_deltamatch  # noqa: E402
 from hf_deltamatch import delta_matching_attention  # noqa: E402
 from hf_deltamatch.diagnostics import count_calls, record_row_sum  # noqa: E402
+from hf_deltamatch.kernels import attention_config  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +109,28 @@ def test_accuracy_against_fp64(case: tuple) -> None:
         assert row_sum_residual(ds) < 1e-5
 
 
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "bool"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.D in (80, 128)], ids=str)
+def test_both_dkdv_kernels_agree(shape: Shape, mode: str, monkeypatch) -> None:
+    """The Hopper kernel and the one for every device, on the same payloads: the same sums in another
+    order of query heads. (A gradient of lse and BF16 and FP32 results besides.)"""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper device")
+    if mode == "packed" and shape.Tq != shape.Tk:
+        mode = "causal"
+    shape = shape._replace(B=1)
+    options = mask_options(mode, 1, shape.Tq, shape.Tk)
+    for dtype in (torch.bfloat16, torch.float32):
+        call = make_call(shape, dtype=dtype, dlse=dtype == torch.float32, **options)
+        _, ours = through_kernels(call)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_config, "has_hopper_dkdv", lambda *a: False)
+            _, plain = through_kernels(call)
+        bound = 1e-5 if dtype == torch.float32 else 3e-3  # a rounding of BF16, here and there
+        for a, b in ((ours.dk, plain.dk), (ours.dv, plain.dv)):
+            assert difference(a, b) < bound
+
+
 def test_delta_against_fp64() -> None:
     """δ of the FP8 operands, in FP64 from the payloads themselves: 2e-3 of its size."""
     call = make_call(Shape(1, 4, 4, 1024, 1024, 128, 128), dtype=torch.bfloat16)
@@ -162,9 +185,10 @@ def test_causality() -> None:
 @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
-def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str) -> None:
+@pytest.mark.parametrize("D", [64, 128])
+def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str, D: int) -> None:
     """One bad token: non-finite just where the reference's results are."""
-    call = make_call(Shape(1, 2, 1, 300, 300, 64, 64), fields=dict(block=block))
+    call = make_call(Shape(1, 2, 1, 300, 300, D, D), fields=dict(block=block))
     getattr(call, which)[:, :, 170, 3] = value
     fwd, bwd = through_kernels(call)
     ref_fwd, ref_bwd = through_reference(call)
@@ -180,9 +204,10 @@ def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str)
 
 
 @pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
-def test_extremes(block: str) -> None:
+@pytest.mark.parametrize("D", [64, 128])
+def test_extremes(block: str, D: int) -> None:
     """Zero tokens, one huge outlier, logits of ±120, magnitudes of 1e-30: finite, as the reference."""
-    call = make_call(Shape(1, 2, 2, 300, 300, 64, 64), fields=dict(block=block))
+    call = make_call(Shape(1, 2, 2, 300, 300, D, D), fields=dict(block=block))
     call.q[:, :, 3], call.k[:, :, 5], call.v[:, :, 7], call.do[:, :, 9] = 0, 0, 0, 0
     call.v[:, :, 200, 1] = 3e4
     call.k[:, :, 100] *= 60
@@ -193,23 +218,40 @@ def test_extremes(block: str) -> None:
         assert a.isfinite().all() and difference(a, b) < 2e-2
 
 
-def test_memory() -> None:
-    """What the docstring of the launchers states, and the bound on the backward's own memory."""
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+@pytest.mark.parametrize("Hkv", [16, 2])
+def test_memory(Hkv: int, block: str) -> None:
+    """What the docstring of the launchers states, per token and query head: saved for the backward,
+    the forward's own, the backward's own; and the bound on the latter, twice an FP32 dQ."""
     B, H, T, D = 1, 16, 4096, 128
-    call = make_call(Shape(B, H, H, T, T, D, D), dtype=torch.bfloat16)
+    call = make_call(Shape(B, H, Hkv, T, T, D, D), dtype=torch.bfloat16, fields=dict(block=block))
     q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+    step = lambda: delta_matching_attention(q, k, v, is_causal=True, recipe=call.options["recipe"])
+    torch.autograd.grad(step(), (q, k, v), call.do)  # compiled, and whatever stays is there
+    rows = B * H * T
+    kv = Hkv / H
+    descale = 4 / 128 if block == "128xD" else 4
+    slack = 0.2  # every tensor is rounded up to 512 bytes
+
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    o = delta_matching_attention(q, k, v, is_causal=True)
-    per_token = (torch.cuda.memory_allocated() - before) / (B * H * T)
-    # 3·D of payloads, 2·D of the BF16 output, 4 of lse, 12 / 128 of descales.
-    assert per_token <= 5 * D + 4 + 1
+    o = step()
     held = torch.cuda.memory_allocated()
+    saved = (1 + 2 * kv) * (D + descale) + 4 + 2 * D  # payloads, descales, lse, BF16 output
+    assert (held - before) / rows <= saved + slack
+    assert (held - before) / rows >= saved - slack  # else the sum above is not what is saved
+    # Transposed V, and with 1xD its descale as folded.
+    temporary = kv * (D + (4 if block == "1xD" else 0))
+    assert (torch.cuda.max_memory_allocated() - held) / rows <= temporary + slack
+
     torch.cuda.reset_peak_memory_stats()
     grads = torch.autograd.grad(o, (q, k, v), call.do)
     own = sum(g.numel() * g.element_size() for g in grads)
     extra = torch.cuda.max_memory_allocated() - held - own
-    assert extra <= 2 * (B * H * T * D * 4)
+    assert extra <= 2 * (rows * D * 4)
+    # dO and the transposed copies of Q, K and dO; statistics of the rows, and descales.
+    assert extra / rows <= 4 * D + (28 if block == "1xD" else 12 + 4 / 128) + slack
 
 
 def test_compiled_training_step() -> None:

@@ -28,7 +28,7 @@ from kernel_cases import (  # noqa: E402
     holes,
     make_call,
     on,
-    poison,  # noqa: F401
+    poison_empty,
     segments,
     through_kernels,
     through_reference,
@@ -36,9 +36,8 @@ from kernel_cases import (  # noqa: E402
 
 from hf_deltamatch import AttentionRecipe, delta_matching_attention  # noqa: E402
 from hf_deltamatch.formats import FORMATS, MX_TOKENS  # noqa: E402
-from hf_deltamatch.kernels.attention_problem import empty_operand  # noqa: E402
-from hf_deltamatch.kernels.launch import packing  # noqa: E402
-from hf_deltamatch.kernels.quantize_mx import quantize_mx, reencode  # noqa: E402
+from hf_deltamatch.kernels.attention_operands_mx import quantize_do_mx, reencode  # noqa: E402
+from hf_deltamatch.ops import attention_kernels  # noqa: E402
 from hf_deltamatch.reference.operands import as_operand, quantize_operand  # noqa: E402
 from hf_deltamatch.reference.quantize import quantize  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
@@ -66,6 +65,10 @@ CASES = {
     "bool-heads-sinks": (S, dict(mask=holes(2), sinks=on(SINKS))),
     "stale": (S100, dict(recipe="stale_delta")),
     "dequantized-dlse": (S100, dict(recipe="dequantized_delta", dlse=True)),
+    "stale-dlse-packed-sinks": (
+        S,
+        dict(recipe="stale_delta", dlse=True, cu_seqlens=segments(60, 150), sinks=on(SINKS)),
+    ),
     "projection": (S100, dict(fields=dict(project_row_sum=True))),
     "projection-packed": (
         S,
@@ -82,6 +85,11 @@ CASES = {
     "D256": (SMALL._replace(D=256, Dv=256), {}),
     "fp16": (S100, dict(dtype=torch.float16)),
 }
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch)
 
 
 def values(codes: Tensor) -> Tensor:
@@ -128,7 +136,8 @@ def test_kernels_equal_the_reference(name: str) -> None:
 @pytest.mark.parametrize("do_format", ["e4m3", "e5m2"])
 def test_quantiser_is_bitwise_the_reference(D: int, do_format: str) -> None:
     """Payload, codes, re-encoded payload and codes, and what is zero or poisoned: magnitudes from
-    subnormal to 1e38, zero and bad blocks, hidden tokens, and the ragged end of a block."""
+    subnormal to 1e38, zero and bad blocks, hidden tokens, and the ragged end of a block. The copy of
+    dO, made with its payload, holds the bytes of one made from it."""
     recipe = AttentionRecipe.from_name("delta_matching", block="mx", do_format=do_format)
     B, H, T = 2, 2, 150
     x = torch.randn(B, T, H, D).transpose(1, 2) * torch.exp(4 * torch.randn(B, H, T, 1))
@@ -138,16 +147,26 @@ def test_quantiser_is_bitwise_the_reference(D: int, do_format: str) -> None:
     hidden = torch.zeros(B, 1, T, dtype=torch.bool)
     hidden[0, :, 100:110], hidden[1, :, :2] = True, True
     x = on(x)
-    payload, codes = empty_operand(B, H, T, D, "do", recipe, False, None, DEVICE)
-    state = on(hidden.to(torch.uint8))
-    quantize_mx(x, payload, codes, pack=packing(T, None), state=state)
+    options = {**make_call(SMALL).options, "recipe": recipe}
+    problem = attention_kernels.problem(x.shape, x.shape, D, DEVICE, **options)
+    problem.facts = problem.facts._replace(do_state=on(hidden.to(torch.uint8)))
+    lse = on(torch.randn(B, H, T))
+    lse[:, 1, 60] = -torch.inf
+    payload, codes, copy, lse2, _ = quantize_do_mx(x, x, lse, None, torch.empty_like(lse), problem)
+    expected = torch.where(lse == -torch.inf, torch.inf, lse * 1.4426950408889634)
+    assert torch.equal(lse2[:, :, :T], expected)
     ref = quantize_operand(x, "do", recipe, hidden=on(hidden))
     assert torch.equal(payload[..., :D].view(torch.uint8), ref.payload.view(torch.uint8))
     assert not payload[..., D:].view(torch.uint8).any()
     columns = ref.descale.shape[-1]
     same(values(codes[..., :columns]), ref.descale)
 
-    out, out_codes, fold = reencode(payload, codes, packing(T, None), fold=True)
+    again = reencode(payload, codes, problem.pack_q, fold=True)
+    out, out_codes, fold = copy
+    columns = codes.shape[-1] * 32 + 1
+    assert torch.equal(out.view(torch.uint8), again.payload.view(torch.uint8))
+    assert torch.equal(out_codes[..., :columns], again.codes[..., :columns])
+    same(fold, again.fold)
     op = as_operand(ref, recipe, tiles=False)
     again = quantize(op.feat, FORMATS[do_format], MX_TOKENS)
     tokens = out[:, :, :D].transpose(-1, -2)
@@ -183,6 +202,29 @@ def test_poison_reaches_what_depends_on_it(which: str, options: dict) -> None:
         assert torch.equal(bad, must)
         if not must.all():
             assert difference(a[~bad], b[~must]) < (1.5e-2 if ON_GPU else 1e-3)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("token", [64, 85])
+def test_poison_stays_outside_a_window(which: str, token: int) -> None:
+    """A window of 20, one bad key or value: rows that visit its tile without seeing it stay as they
+    are, bit for bit, and the rest is non-finite where the reference is."""
+    shape = SMALL._replace(Tq=150, Tk=150, D=64, Dv=64)
+    clean, _ = through_kernels(mx_call(shape, window=20))
+    call = mx_call(shape, window=20)
+    getattr(call, which)[:, :, token, 3] = float("nan")
+    fwd, bwd = through_kernels(call)
+    ref_fwd, ref_bwd = through_reference(call)
+    ours, theirs = ((f.o, f.lse[..., None], *g[:3]) for f, g in ((fwd, bwd), (ref_fwd, ref_bwd)))
+    for a, b in zip(ours, theirs, strict=True):
+        bad, must = (~x.isfinite().all(-1) for x in (a, b))
+        assert torch.equal(bad, must) and not must.all()
+        assert difference(a[~bad], b[~must]) < (1.5e-2 if ON_GPU else 1e-3)
+    first, last = (token, token + 20) if which == "k" else (64, 96 + 19)
+    rows = torch.arange(150, device=DEVICE)
+    blind = (rows < first) | (rows >= last)
+    assert fwd.o[:, :, ~blind].isnan().any(-1).all()
+    assert torch.equal(fwd.o[:, :, blind], clean.o[:, :, blind])
 
 
 def test_hidden_contents_do_not_reach_anything() -> None:
@@ -226,7 +268,6 @@ def test_operands_survive_a_copy_between_forward_and_backward() -> None:
     assert fwd.q_descale.shape[-1] == 3 and fwd.q_descale.stride(2) == 4
     moved = type(fwd)(*(x.contiguous() for x in fwd))
     from hf_deltamatch.kernels import attention
-    from hf_deltamatch.ops import attention_kernels
 
     x = attention_kernels.problem(call.q.shape, call.k.shape, 7, DEVICE, **call.options)
     again = attention.attention_bwd(call.do, None, moved, x)

@@ -75,9 +75,10 @@ def test_attention_op_has_no_silent_gradient() -> None:
     """The op itself has no autograd formula; calling it that way must not look differentiable."""
     q, k, v, _ = make_inputs(SMALL)
     tail = (None, None, None, None, True, None, 0.25, None, EXACT.encoded, "reference")
-    o, *_ = attention_fwd(q.requires_grad_(), k, v, *tail)
     with pytest.raises(RuntimeError, match="no autograd formula"):
-        o.sum().backward()
+        attention_fwd(q.requires_grad_(), k, v, *tail)
+    with torch.no_grad():
+        attention_fwd(q, k, v, *tail)
 
 
 # --- torch.compile ------------------------------------------------------------------------------
@@ -241,6 +242,24 @@ def test_delta_matching_attention_requires_grad(which: str) -> None:
     assert_bitwise_equal(inputs[which].grad, grads[which], which)
     with torch.no_grad():
         assert not delta_matching_attention(**inputs).requires_grad
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_lse_that_nobody_asked_for_has_no_gradient(return_lse: bool, monkeypatch) -> None:
+    """A gradient of zeros in its place is as good for the numbers, but not for the time."""
+    from hf_deltamatch.ops import attention
+
+    given = []
+
+    def spy(do, dlse, *rest):
+        given.append(dlse)
+        return attention_bwd(do, dlse, *rest)
+
+    monkeypatch.setattr(attention, "attention_bwd", spy)
+    q, k, v, do = make_inputs(SMALL)
+    out = delta_matching_attention(q.requires_grad_(), k, v, return_lse=return_lse)
+    (out[0] if return_lse else out).backward(do)
+    assert (given == [None]) != return_lse
 
 
 def test_delta_matching_attention_sinks_dtype() -> None:

@@ -57,6 +57,27 @@ def test_demo_table() -> None:
         ]
 
 
+ATTENTION = RESULTS / "attention_h200.json"
+
+
+@pytest.mark.skipif(not ATTENTION.exists(), reason="no results of attention on a GPU are committed")
+def test_attention_table() -> None:
+    """shape | best BF16 | delta_matching | speed-up | forward: best BF16 → delta_matching"""
+    result = json.loads(ATTENTION.read_text())
+    expected = {}
+    for shape in result["shapes"]:
+        rows = [r for r in shape["rows"].values() if "failed" not in r]
+        ours = shape["rows"]["delta_matching"]
+        best = lambda part, rows=rows: min(r[part] for r in rows if r["bf16"])
+        expected[shape["name"]] = [
+            f"{best('fwd_bwd_ms'):.2f}",
+            f"{ours['fwd_bwd_ms']:.2f}",
+            f"{ours['fwd_bwd_speedup']:.2f}",
+            f"{best('fwd_ms'):.2f} → {ours['fwd_ms']:.2f}",
+        ]
+    assert table("attention, ms") == expected
+
+
 def test_results_hold_no_path_of_a_machine() -> None:
     for path in RESULTS.glob("*.json"):
         assert not any(s in path.read_text() for s in ('"/', "home/", "tmp/", "\\\\")), path.name

@@ -21,6 +21,9 @@ from hf_deltamatch.testing import rel_rms
 
 OURS = "fp8_delta_matching"
 
+HERE: dict[str, torch.device] = {"device": torch.device("cpu")}
+"""Where :func:`build` and :func:`batch` put things; the tests on a GPU change it for themselves."""
+
 VOCAB = 128
 COMMON = {
     "vocab_size": VOCAB,
@@ -177,13 +180,13 @@ def build(family: str, *, seed: int = 0, **overrides) -> PreTrainedModel:
     known = OTHERS[family] if family in OTHERS else FAMILIES[family][0]
     config = AutoConfig.for_model(family, **{**COMMON, **known, **overrides})
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval().to(HERE["device"])
 
 
 def batch(rows: int = 2, length: int = 40, *, seed: int = 1) -> Tensor:
     """Random token ids ``[rows, length]``, special tokens left out."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (rows, length), generator=generator)
+    return torch.randint(3, VOCAB, (rows, length), generator=generator).to(HERE["device"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -222,7 +225,8 @@ class Batch(NamedTuple):
 
 def padded(side: str, *, length: int = 40, hidden: int = 9, seed: int = 1) -> Batch:
     """A full row and one with ``hidden`` tokens of padding."""
-    ids, mask = batch(2, length, seed=seed), torch.ones(2, length, dtype=torch.long)
+    ids = batch(2, length, seed=seed)
+    mask = torch.ones_like(ids)
     mask[1, slice(0, hidden) if side == "left" else slice(length - hidden, length)] = 0
     return Batch(ids * mask, mask, ids.masked_fill(mask == 0, -100))
 

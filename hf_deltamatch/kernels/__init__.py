@@ -5,6 +5,7 @@ What runs where is decided here, before anything is launched.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -41,7 +42,16 @@ OPS = ("attention",)
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Compute capability, None for anything but a CUDA device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    if device.index is None:  # the current one
+        return torch.cuda.get_device_capability(device)
+    return _capability(device.index)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def interpreted() -> bool:
@@ -53,6 +63,7 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@functools.cache
 def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -77,17 +88,27 @@ def missing(op: str, device: torch.device) -> str | None:
         return "the package `triton` is not installed"
     if device.type == "cpu":
         return None if interpreted() else "the kernels need a CUDA device, and this is a `cpu`"
+    if device.index is None:
+        return _missing_on_cuda(op, device)
+    return _cached_missing_on_cuda(op, device)
+
+
+def _missing_on_cuda(op: str, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"this version has no {op} kernel for `{device.type}` devices; kernels need CUDA"
     if not torch.cuda.is_available():
         return f"torch finds no `{device.type}` device"
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{a}.{b}" for a, b in CAPABILITIES)
         return (
             f"the device has capability {capability[0]}.{capability[1]}; kernels exist for {known}"
         )
     return None
+
+
+# A fact of the machine: it is asked for in every call.
+_cached_missing_on_cuda = functools.cache(_missing_on_cuda)
 
 
 def unsupported_attention(

@@ -5,8 +5,8 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
   per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse, and the op's own output;
 * forward, temporary: D of transposed V;
-* backward, temporary: 4·D (dO, and transposed Q, K, dO) and 12 of row statistics, beside dQ, dK, dV
-  in the dtype of dO.
+* backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
+  dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
 
 Block ``mx`` has launchers of its own: ``attention_mx_launch``.
 """
@@ -21,12 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
+from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
+from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
 from hf_deltamatch.kernels.attention_problem import Problem, saved_views
-from hf_deltamatch.kernels.attention_rows import _mean_key_kernel, _rows_kernel
-from hf_deltamatch.kernels.launch import feature_block
-from hf_deltamatch.kernels.quantize import transpose
+from hf_deltamatch.kernels.attention_rows import _mean_key_kernel
 
 
 class Forward(NamedTuple):
@@ -75,7 +75,9 @@ def _whole_rows(x: Tensor) -> Tensor:
     """A saved payload ``[B, H, T, D]`` with the padding that its rows are stored with."""
     B, H, T, D = x.shape
     stride = -(-D // 16) * 16
-    if x.stride() != (H * T * stride, T * stride, stride, 1) and x.numel():
+    if stride == D and x.is_contiguous():
+        return x
+    if x.stride() != (H * T * stride, T * stride, stride, 1):
         # Something between forward and backward (offloading) copied it without the padding.
         raw = torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, stride - D))
         return raw.view(x.dtype)
@@ -95,14 +97,13 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     o = _like_bthd(x.B, x.Hq, x.Tq, x.Dv, q.dtype, q.device)
     lse = torch.empty(x.B, x.Hq, x.Tq, device=q.device)
     saved = {which: x.empty_operand(which) for which in "qkv"}
+    (q8, qd), (k8, kd), (v8, vd) = saved.values()
     result = Forward(
         o,
         lse,
-        *(
-            t
-            for which in "qkv"
-            for t in saved_views(*saved[which], x.features(which), x.recipe.block)
-        ),
+        *saved_views(q8, qd, x.D, x.recipe.block),
+        *saved_views(k8, kd, x.D, x.recipe.block),
+        *saved_views(v8, vd, x.Dv, x.recipe.block),
     )
     if lse.numel() == 0 or x.Tk == 0 or x.Dv == 0:
         lse.fill_(float("-inf"))
@@ -113,12 +114,8 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
 
         attention_mx_launch.forward(q, k, v, x, saved, o, lse)
         return result
-    x.quantize(q, "q", *saved["q"])
-    x.quantize(k, "k", *saved["k"])
-    v_fold = x.quantize(v, "v", *saved["v"], fold=not x.tile)
-    vt, _ = transpose(saved["v"][0], None, x.pack_k)
-    (q8, qd), (k8, kd), (_, vd) = (saved[which] for which in "qkv")
-    BD, BDV = feature_block(x.D), feature_block(x.Dv)
+    vt, v_fold = quantize_qkv(q, k, v, saved, x)
+    BD, BDV = x.BLOCK_D, x.BLOCK_DV
     c = config.fwd_config(BD, BDV, x.device)
     bounds = x.bounds(by_key=False)
     grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
@@ -166,54 +163,56 @@ def attention_bwd(
     if x.recipe.block == "mx":
         from hf_deltamatch.kernels import attention_mx_launch
 
-        shifted = attention_mx_launch.backward(do, dlse, saved, x, (dq, dk, dv), delta, sums, ds)
-        ds_sink = _ds_sink(x, saved.lse, shifted)
-        dsinks = delta.new_zeros(0) if ds_sink is None else ds_sink.sum((0, 2))
+        attention_mx_launch.backward(do, dlse, saved, x, (dq, dk, dv), delta, sums, ds)
+        ds_sink = _ds_sink(x, saved.lse, delta, dlse)
+        dsinks = delta.new_empty(0) if ds_sink is None else ds_sink.sum((0, 2))
         return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
-    do8, dod = x.empty_operand("do")
-    do_fold = x.quantize(do, "do", do8, dod, fold=True)
-    BD, BDV = feature_block(x.D), feature_block(x.Dv)
     rule = x.recipe.delta
-    lse2 = torch.empty_like(delta)
-    _rows_kernel[(-(-x.Tq // 64), x.B * x.Hq)](
-        saved.lse, lse2, do_fold, do, saved.o, do8, delta, x.Hq, x.Tq, x.Dv, do8.shape[-1],
-        *do.stride(), *saved.o.stride(), DLSE=dlse is not None, STALE=rule == "stale",
-        DEQUANTIZED=rule == "dequantized", BLOCK_D=BDV, BLOCK=64,
-    )  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
-    # δ − dlse: what dS subtracts. One buffer unless the two differ.
-    shifted = delta if dlse is None else torch.empty_like(delta)
+    do8, dod, do_t, do_fold, lse2, shifted = quantize_do(do, saved.o, saved.lse, dlse, delta, x)
+    qt, q_fold, kt, k_fold = transpose_qk(q8, qd, k8, kd, x)
+    BD, BDV = x.BLOCK_D, x.BLOCK_DV
     bounds = x.bounds(by_key=False)
-    kt, k_fold = transpose(k8, None if x.tile else kd, x.pack_k)
     mean_key = _mean_key(k8, kd, x) if x.recipe.project_row_sum else None
+    tiles = {}
 
-    def rows_pass(kt: Tensor, is_delta: bool) -> None:
+    def rows_pass(is_delta: bool) -> None:
         c = (config.delta_config if is_delta else config.dq_config)(BD, BDV, x.device)
+        block = c.BLOCK_M, c.BLOCK_N
+        if block not in tiles:
+            tiles[block] = (
+                _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
+                _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N),
+            )  # fmt: skip
         grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
         _attention_bwd_dq_kernel[grid](
-            _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
-            _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N), dq, delta, shifted, dlse, lse2,
-            qd, dod, kd, vd, k_fold, x.sinks, mean_key, None if ds is None else ds[0], sums,
-            x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv,
-            x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
-            x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, *dq.stride()[:3],
-            *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
+            *tiles[block], dq, delta, shifted, dlse, lse2, qd, dod, kd, vd, k_fold, x.sinks,
+            mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
+            x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2],
+            x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale, x.softcap or 1.0,
+            x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides,
+            SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
             PROJECT=mean_key is not None and not is_delta, ROW_SUMS=row_sums and not is_delta,
             STORE_DS=store_ds and not is_delta, BLOCK_D=BD, **x.flags(), **c.launch(),
         )  # fmt: skip
 
     if rule == "matched":
-        rows_pass(kt, True)
-    elif dlse is not None:
-        torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
-    rows_pass(kt, False)
-    del kt
-    do_t, _ = transpose(do8, None, x.pack_q)
-    qt, q_fold = transpose(q8, None if x.tile else qd, x.pack_q)
+        rows_pass(True)
+    rows_pass(False)
     key_bounds = x.bounds(by_key=True)
-    for c, wants_dk, wants_dv in config.dkdv_configs(BD, BDV, x.device):
+    hopper = x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device)
+    # Triton 3.6 fails on a store inside that kernel's loop under a compact mask.
+    if hopper and not (store_ds and x.mask_kind):
+        dkdv_hopper(
+            x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
+            None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,
+        )  # fmt: skip
+        configs = []
+    else:
+        configs = config.dkdv_configs(BD, BDV, x.device)
+    for c, wants_dk, wants_dv in configs:
         grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
         _attention_bwd_dkdv_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
@@ -222,34 +221,32 @@ def attention_bwd(
             x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
             x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
             x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-            min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3], *x.mask_strides,
-            DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv, STORE_DS=store_ds and wants_dk,
-            DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV, **x.flags(), **c.launch(),
+            min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3], *dv.stride()[:3],
+            *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
+            STORE_DS=store_ds and wants_dk, DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV,
+            **x.flags(), **c.launch(),
         )  # fmt: skip
-    ds_sink = _ds_sink(x, saved.lse, shifted)
-    dsinks = delta.new_zeros(0) if ds_sink is None else ds_sink.sum((0, 2))
+    ds_sink = _ds_sink(x, saved.lse, delta, dlse)
+    dsinks = delta.new_empty(0) if ds_sink is None else ds_sink.sum((0, 2))
     return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
 
 
-def _ds_sink(x: Problem, lse: Tensor, shifted: Tensor) -> Tensor | None:
+def _ds_sink(x: Problem, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
     """The sink's column of dS, ``−P_sink · (δ − dlse)``: ``[B, Hq, Tq]`` FP32."""
     if x.sinks is None:
         return None
     alive = lse != float("-inf")
     p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
-    return -(p * shifted)
+    return -(p * (delta if dlse is None else delta - dlse))
 
 
 def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:
     """Mean of the dequantised visible keys, ``[B · Hkv, segments, D]``."""
     mean = torch.empty(x.B * x.Hkv, x.segments, x.D, device=k8.device)
-    state, first = x.facts.key_state, x.hidden_before(keys=True)
+    state = x.facts.key_state
     sb, sh = (0, 0) if state is None else state.expand(x.B, x.Hkv, x.Tk).stride()[:2]
-    packed = isinstance(first, Tensor)
     _mean_key_kernel[(x.segments, x.B * x.Hkv)](
-        k8, descale, state, mean, x.pack_k.cu, x.Hkv, x.Tk, x.D, k8.shape[-1], x.pack_k.slots,
-        x.segments, first if packed else None, 0 if packed else first, sb, sh, TILE=x.tile,
-        STATE=state is not None, HIDE=packed or first > 0, PACKED=x.cu_k is not None,
-        BLOCK_D=feature_block(x.D),
+        k8, descale, state, mean, x.pack_k.cu, x.pack_q.cu, x.Hkv, x.Tk, x.Tq, x.D, k8.shape[-1],
+        x.pack_k.slots, x.segments, x.hide(keys=True), sb, sh, TILE=x.tile, BLOCK_D=x.BLOCK_D,
     )  # fmt: skip
     return mean

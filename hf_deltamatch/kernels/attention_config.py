@@ -4,9 +4,9 @@ Measured on one H200 (B4 H16 T8192 D128 causal, ms): forward 64×128×4 warps, 2
 1.47, 128×128×8 1.96; δ + dQ with 64×128 and 2 stages for dQ 3.25, 64×64 and 3 stages 3.45; dK/dV
 64×64×4 4.18, 64×128×8 4.20, 3 stages 6.3 (one program per multiprocessor). Larger tiles spill.
 One launch each for dK and dV: 4.36 at best. D64 (B4 H32): dK/dV 128×64×4 4.4, 64×64×4 6.4, one
-launch each 6.1. D256 (B2 H8): dQ 64×64×4 3.0, dK/dV 32×64×4 23 (spills), the only ones that
-have passed the comparison there; 64×128×8 2.3 and a launch each of 128×64×8 3.25 do not fit the shared
-memory with grouped heads, 64×64×8 2.8 and 4.3 have been timed only.
+launch each 6.1. D256 (B2 H8): δ + dQ 64×64×4 3.0, 64×64×8 3.1; dK/dV 64×64×8 4.9, 32×64×8 7.4,
+32×64×4 and 32×128×8 23 (spills); 64×128×8 for dQ and a launch each of 128×64×8 do not fit the
+shared memory with grouped heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class Config(NamedTuple):
     STAGES: int
 
     def launch(self) -> dict[str, Any]:
-        return self._asdict()
+        return {
+            "BLOCK_M": self.BLOCK_M,
+            "BLOCK_N": self.BLOCK_N,
+            "num_warps": self.num_warps,
+            "STAGES": self.STAGES,
+        }
 
 
 def _is_small(device: torch.device) -> bool:
@@ -56,6 +61,11 @@ def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
     return Config(64, 64, 4, 2)
 
 
+def has_hopper_dkdv(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
+    """True where the Hopper kernel computes dK and dV of ``128xD``, with the tiles of the other."""
+    return BLOCK_D == BLOCK_DV == 128 and capability_of(device) == (9, 0)
+
+
 def dkdv_configs(
     BLOCK_D: int, BLOCK_DV: int, device: torch.device
 ) -> list[tuple[Config, bool, bool]]:
@@ -64,7 +74,7 @@ def dkdv_configs(
         return [(Config(128, 64, 4, 2), True, True)]
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]
-    return [(Config(32, 64, 4, 2), True, True)]
+    return [(Config(64, 64, 8, 2), True, True)]
 
 
 def _is_native(device: torch.device) -> bool:

@@ -40,8 +40,8 @@ def _dkdv_tile(
     i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
     q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
-    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, qt_code_ptr,
-    dot_code_ptr,
+    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    qt_code_ptr, dot_code_ptr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -53,8 +53,8 @@ def _dkdv_tile(
             q_descale_ptr, do_descale_ptr, qt_code_ptr, dot_code_ptr, q_fold_ptr, do_fold_ptr,
             lse2_ptr, shifted_ptr, head, q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded,
             D_padded_v, slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk,
-            softmax_scale, softcap, ds_ptr, T_keys, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, GROUPED,
-            MASKED, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
+            softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat, CAUSAL, WINDOW, MASK,
+            SOFTCAP, GROUPED, MASKED, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
         )  # fmt: skip
     else:
         return _dkdv_tile_fp8(
@@ -62,8 +62,8 @@ def _dkdv_tile(
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
             q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys,
-            k_base, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, MASKED, STORE_DS, DK, DV,
-            BLOCK_M, SOFT_CAST,
+            k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, MASKED,
+            STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _dkdv_tile_fp8(
     i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
     q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
-    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -92,11 +92,12 @@ def _dkdv_tile_fp8(
     offs_m = start + tl.arange(0, BLOCK_M)
     token = bh * T_queries + q_base + start
     row = bh.to(tl.int64) * T_queries + q_base
+    stat = bh.to(tl.int64) * stride_stat + q_slot * 128
     column = (q_slot + start // 128) * 128 + start % 128
     inside = offs_m < Tq
     q = q_desc.load([token, 0])
     s = tl.dot(k, q.T)
-    lse2 = tl.load(lse2_ptr + row + offs_m, mask=inside, other=float("inf"))
+    lse2 = tl.load(lse2_ptr + stat + offs_m, mask=inside, other=float("inf"))
     if TILE:
         slot = bh * slots_q + q_slot + start // 128
         q_tile = tl.load(q_descale_ptr + slot)
@@ -122,7 +123,7 @@ def _dkdv_tile_fp8(
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
     if DK:
-        shifted = tl.load(shifted_ptr + row + offs_m, mask=inside, other=0.0)
+        shifted = tl.load(shifted_ptr + stat + offs_m, mask=inside, other=0.0)
         dp = tl.dot(v, do_desc.load([token, 0]).T)
         ds = p * (dp * g - shifted[None, :])
         if MASKED:
@@ -168,7 +169,7 @@ def _attention_bwd_dkdv_kernel(
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
     mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
     Hkv, G, Tq, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
-    mask_heads, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
+    mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
     stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
@@ -220,8 +221,8 @@ def _attention_bwd_dkdv_kernel(
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
             q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, Tk, k_base,
-            qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True,
-            STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
+            stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
+            GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, G * (full_hi - full_lo), num_stages=STAGES):
@@ -230,9 +231,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, qt_code_ptr, dot_code_ptr,
-                CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, False, STORE_DS, DK, DV,
-                BLOCK_M, SOFT_CAST, MX,
+                softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
+                MASK, SOFTCAP, DLSE, TILE, GROUPED, False, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
             )  # fmt: skip
         # The ragged end, and the far side of a window.
         for i in tl.range(0, G * (hi - full_hi), num_stages=STAGES):
@@ -241,9 +241,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, qt_code_ptr, dot_code_ptr,
-                CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV,
-                BLOCK_M, SOFT_CAST, MX,
+                softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
+                MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
             )  # fmt: skip
     if DK:
         offs_d = tl.arange(0, BLOCK_D)

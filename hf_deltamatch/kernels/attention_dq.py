@@ -146,7 +146,8 @@ def _attention_bwd_dq_kernel(
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, k_fold_ptr, sinks_ptr,
     mean_key_ptr, ds_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
     Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale, softcap, window,
-    mask_heads, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh, stride_mq, stride_mk,
+    mask_heads, stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh, stride_mq,
+    stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     DELTA: tl.constexpr, PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr,
@@ -176,6 +177,7 @@ def _attention_bwd_dq_kernel(
     offs_m = first + tl.arange(0, BLOCK_M)
     rows = offs_m < q_len
     row = bh.to(tl.int64) * Tq + q_base
+    stat = bh.to(tl.int64) * stride_stat + q_slot * 128
     q = q_desc.load([bh * Tq + q_base + first, 0])
     do = do_desc.load([bh * Tq + q_base + first, 0])
     if MX:
@@ -197,7 +199,7 @@ def _attention_bwd_dq_kernel(
         k_descale_ptr += kv.to(tl.int64) * Tk + k_base
         v_descale_ptr += kv.to(tl.int64) * Tk + k_base
         k_fold_ptr += kv.to(tl.int64) * Tk + k_base
-    lse2 = tl.load(lse2_ptr + row + offs_m, mask=rows, other=float("inf"))
+    lse2 = tl.load(lse2_ptr + stat + offs_m, mask=rows, other=float("inf"))
     k_row = kv * Tk + k_base
     kt_row = kv * D_padded
     if STORE_DS:
@@ -206,7 +208,7 @@ def _attention_bwd_dq_kernel(
         shifted = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, 1], tl.float32)
     else:
-        shifted = tl.load(shifted_ptr + row + offs_m, mask=rows, other=0.0)
+        shifted = tl.load(shifted_ptr + stat + offs_m, mask=rows, other=0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     SUMS: tl.constexpr = tl.float64 if ROW_SUMS else tl.float32
     sum_a = tl.zeros([BLOCK_M], SUMS)
@@ -248,7 +250,7 @@ def _attention_bwd_dq_kernel(
             delta = delta - tl.load(dlse_ptr + row + offs_m, mask=rows, other=0.0)
             # A row that sees nothing has no gradient, whatever comes down to its lse.
             delta = tl.where(lse2 == float("inf"), 0.0, delta)
-        tl.store(shifted_ptr + row + offs_m, delta, mask=rows)
+        tl.store(shifted_ptr + stat + offs_m, delta, mask=rows)
     else:
         offs_d = tl.arange(0, BLOCK_D)
         if PROJECT:

@@ -156,7 +156,7 @@ def dkdv_tile_mx(
     q_code_ptr, do_code_ptr, qt_code_ptr, dot_code_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
     shifted_ptr, head, q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q,
     offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr,
-    T_keys, k_base,
+    T_keys, k_base, stride_stat,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUPED: tl.constexpr, MASKED: tl.constexpr, STORE_DS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, SOFT_CAST: tl.constexpr,
@@ -178,12 +178,13 @@ def dkdv_tile_mx(
     offs_m = start + tl.arange(0, BLOCK_M)
     token = bh * T_queries + q_base + start
     row = bh.to(tl.int64) * T_queries + q_base
+    stat = bh.to(tl.int64) * stride_stat + q_slot * 128
     column = (q_slot + start // 128) * 128 + start % 128
     block = ((bh * slots_q + q_slot) * 4 + start // 32).to(tl.int64)
     inside = offs_m < Tq
     q = q_desc.load([token, 0])
     s = product(k, k_code, q, row_codes(q_code_ptr, row + offs_m, inside, BLOCK_D // 32))
-    lse2 = tl.load(lse2_ptr + row + offs_m, mask=inside, other=float("inf"))
+    lse2 = tl.load(lse2_ptr + stat + offs_m, mask=inside, other=float("inf"))
     if SOFTCAP:
         t = tanh(s * (softmax_scale / softcap))
         p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
@@ -196,7 +197,7 @@ def dkdv_tile_mx(
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
     if DK:
-        shifted = tl.load(shifted_ptr + row + offs_m, mask=inside, other=0.0)
+        shifted = tl.load(shifted_ptr + stat + offs_m, mask=inside, other=0.0)
         do_code = row_codes(do_code_ptr, row + offs_m, inside, BLOCK_DV // 32)
         dp = product(v, v_code, do_desc.load([token, 0]), do_code)
         ds = p * (dp - shifted[None, :])

@@ -18,10 +18,14 @@ from hf_deltamatch.kernels.attention import Forward, _columns, _grid, _rows, _wh
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
+from hf_deltamatch.kernels.attention_operands_mx import (
+    mean_key_mx,
+    quantize_do_mx,
+    quantize_mx,
+    reencode,
+)
 from hf_deltamatch.kernels.attention_problem import Problem
-from hf_deltamatch.kernels.attention_rows import _rows_kernel
-from hf_deltamatch.kernels.launch import feature_block
-from hf_deltamatch.kernels.quantize_mx import _mean_key_mx_kernel, code_columns, reencode
+from hf_deltamatch.kernels.launch import code_columns
 
 
 def _whole_codes(codes: Tensor, D: int) -> Tensor:
@@ -40,11 +44,11 @@ def forward(
     lse: Tensor,
 ) -> None:  # fmt: skip
     """Fills ``saved``, ``o`` and ``lse``; arguments as ``attention.attention_fwd``."""
-    for which, operand in (("q", q), ("k", k), ("v", v)):
-        x.quantize_mx(operand, which, *saved[which])
     (q8, q_codes), (k8, k_codes), (v8, v_codes) = (saved[which] for which in "qkv")
-    vt, vt_codes, _ = reencode(v8, v_codes, x.pack_k)
-    BD, BDV = feature_block(x.D), feature_block(x.Dv)
+    quantize_mx(q, "q", q8, q_codes, x)
+    quantize_mx(k, "k", k8, k_codes, x)
+    vt, vt_codes, _ = quantize_mx(v, "v", v8, v_codes, x, copy=True)
+    BD, BDV = x.BLOCK_D, x.BLOCK_DV
     c = config.mx_fwd_config(BD, BDV, x.device)
     bounds = x.bounds(by_key=False)
     grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
@@ -62,32 +66,23 @@ def backward(
     do: Tensor, dlse: Tensor | None, saved: Forward, x: Problem,
     grads: tuple[Tensor, Tensor, Tensor], delta: Tensor, sums: Tensor | None,
     ds: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
-    """Fills ``grads``, ``delta`` and the debug outputs that are not None; returns δ − dlse.
-
-    Arguments as ``attention.attention_bwd``.
-    """
+) -> None:  # fmt: skip
+    """Fills ``grads``, ``delta`` and the debug outputs that are not None; arguments as
+    ``attention.attention_bwd``."""
     dq, dk, dv = grads
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     q_codes, k_codes = (_whole_codes(t, x.D) for t in (saved.q_descale, saved.k_descale))
     v_codes = _whole_codes(saved.v_descale, x.Dv)
-    do8, do_codes = x.empty_operand("do")
-    x.quantize_mx(do, "do", do8, do_codes)
-    BD, BDV = feature_block(x.D), feature_block(x.Dv)
-    rule = x.recipe.delta
-    lse2 = torch.empty_like(delta)
-    _rows_kernel[(-(-x.Tq // 64), x.B * x.Hq)](
-        saved.lse, lse2, do_codes, do, saved.o, do8, delta, x.Hq, x.Tq, x.Dv, do8.shape[-1],
-        *do.stride(), *saved.o.stride(), DLSE=dlse is not None, STALE=rule == "stale",
-        DEQUANTIZED=rule == "dequantized", BLOCK_D=BDV, BLOCK=64, MX=True,
-    )  # fmt: skip
     dlse = None if dlse is None else dlse.contiguous()
-    shifted = delta if dlse is None else torch.empty_like(delta)
+    do8, do_codes, (do_t, do_t_codes, do_fold), lse2, shifted = quantize_do_mx(
+        do, saved.o, saved.lse, dlse, delta, x
+    )
+    kt, kt_codes, _ = k_copy = reencode(k8, k_codes, x.pack_k)
+    BD, BDV = x.BLOCK_D, x.BLOCK_DV
     bounds = x.bounds(by_key=False)
-    kt, kt_codes, _ = reencode(k8, k_codes, x.pack_k)
-    mean_key = _mean_key(kt, kt_codes, x) if x.recipe.project_row_sum else None
+    mean_key = mean_key_mx(k_copy, x) if x.recipe.project_row_sum else None
 
-    def rows_pass(kt: Tensor, kt_codes: Tensor, is_delta: bool) -> None:
+    def rows_pass(is_delta: bool) -> None:
         c = (config.mx_delta_config if is_delta else config.mx_dq_config)(BD, BDV, x.device)
         grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
         debug = not is_delta
@@ -98,19 +93,15 @@ def backward(
             None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
             x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots,
             x.pack_k.slots, x.segments, x.softmax_scale, x.softcap or 1.0, x.window or 0,
-            x.mask_heads, *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None,
-            DLSE=dlse is not None, DELTA=is_delta, PROJECT=mean_key is not None and debug,
+            x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides,
+            SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta, PROJECT=mean_key is not None and debug,
             ROW_SUMS=sums is not None and debug, STORE_DS=ds is not None and debug, BLOCK_D=BD,
             MX=True, **x.flags(), **c.launch(),
         )  # fmt: skip
 
-    if rule == "matched":
-        rows_pass(kt, kt_codes, True)
-    elif dlse is not None:
-        torch.sub(delta, torch.where(saved.lse == float("-inf"), 0.0, dlse), out=shifted)
-    rows_pass(kt, kt_codes, False)
-    del kt, kt_codes
-    do_t, do_t_codes, do_fold = reencode(do8, do_codes, x.pack_q, fold=True)
+    if x.recipe.delta == "matched":
+        rows_pass(True)
+    rows_pass(False)
     qt, qt_codes, q_fold = reencode(q8, q_codes, x.pack_q, fold=True)
     key_bounds = x.bounds(by_key=True)
     for c, wants_dk, wants_dv in config.mx_dkdv_configs(BD, BDV, x.device):
@@ -122,25 +113,9 @@ def backward(
             None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,
             x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2],
             do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
-            x.window or 0, min(x.mask_heads, x.Hkv), *dk.stride()[:3], *dv.stride()[:3],
-            *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
+            x.window or 0, min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3],
+            *dv.stride()[:3], *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
             STORE_DS=ds is not None and wants_dk, DK=wants_dk, DV=wants_dv, BLOCK_D=BD,
             BLOCK_DV=BDV, qt_code_ptr=qt_codes, dot_code_ptr=do_t_codes, MX=True, **x.flags(),
             **c.launch(),
         )  # fmt: skip
-    return shifted
-
-
-def _mean_key(kt: Tensor, codes: Tensor, x: Problem) -> Tensor:
-    """Mean of the re-encoded visible keys, ``[B · Hkv, segments, D]``."""
-    mean = torch.empty(x.B * x.Hkv, x.segments, x.D, device=kt.device)
-    state, first = x.facts.key_state, x.hidden_before(keys=True)
-    strides = (0, 0) if state is None else state.expand(x.B, x.Hkv, x.Tk).stride()[:2]
-    packed = isinstance(first, Tensor)
-    _mean_key_mx_kernel[(x.segments, x.B * x.Hkv)](
-        kt, codes, state, mean, x.pack_k.cu, x.Hkv, x.Tk, x.D, kt.shape[2], x.pack_k.slots,
-        x.segments, first if packed else None, 0 if packed else first, *strides,
-        STATE=state is not None, HIDE=packed or first > 0, PACKED=x.cu_k is not None,
-        BLOCK_D=feature_block(x.D),
-    )  # fmt: skip
-    return mean

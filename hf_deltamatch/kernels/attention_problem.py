@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +9,13 @@ from torch import Tensor
 
 from hf_deltamatch.formats import FORMATS, MX_BLOCK, TOKENS_PER_TILE
 from hf_deltamatch.kernels.geometry import _bounds_kernel
-from hf_deltamatch.kernels.launch import SOFT_CAST, Packing, packing, padded_features
-from hf_deltamatch.kernels.quantize import quantize
-from hf_deltamatch.kernels.quantize_mx import code_columns, quantize_mx
+from hf_deltamatch.kernels.launch import (
+    SOFT_CAST,
+    code_columns,
+    feature_block,
+    packings,
+    padded_features,
+)
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -32,76 +34,59 @@ class TokenFacts(NamedTuple):
     query_cuts: Tensor | None = None
 
 
-@dataclass(frozen=True)
 class Problem:
-    """Shapes, visibility and recipe of one call, in the words of the kernels."""
+    """Shapes, visibility and recipe of one call, in the words of the kernels.
 
-    B: int
-    Hq: int
-    Hkv: int
-    Tq: int
-    Tk: int
-    D: int
-    Dv: int
-    mask: Tensor | None
-    facts: TokenFacts
-    sinks: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    is_causal: bool
-    window: int | None
-    softmax_scale: float
-    softcap: float | None
-    recipe: AttentionRecipe
-    device: torch.device
+    Attributes beside the arguments: ``tile`` (one descale per tile; a boolean mask may cut tiles, so
+    there every token has its own), ``pow2``, ``mask_kind`` (0 none, 1 compact, 2 boolean),
+    ``mask_bytes`` (``[B, H|1, Tq, Tk]``, or contiguous compact rows) with ``mask_heads`` and
+    ``mask_strides``, ``pack_q`` and ``pack_k``, ``segments``, ``BLOCK_D`` and ``BLOCK_DV``, and
+    ``cuts`` of queries and keys.
+    """
 
-    @cached_property
-    def pack_q(self) -> Packing:
-        return packing(self.Tq, self.cu_q)
+    def __init__(
+        self, *, B: int, Hq: int, Hkv: int, Tq: int, Tk: int, D: int, Dv: int, mask: Tensor | None,
+        facts: TokenFacts, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
+        is_causal: bool, window: int | None, softmax_scale: float, softcap: float | None,
+        recipe: AttentionRecipe, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.B, self.Hq, self.Hkv, self.Tq, self.Tk, self.D, self.Dv = B, Hq, Hkv, Tq, Tk, D, Dv
+        self.facts, self.sinks, self.cu_q, self.cu_k = facts, sinks, cu_q, cu_k
+        self.is_causal, self.window = is_causal, window
+        self.softmax_scale, self.softcap = softmax_scale, softcap
+        self.recipe, self.device = recipe, device
+        self.BLOCK_D, self.BLOCK_DV = feature_block(D), feature_block(Dv)
+        self.pow2 = recipe.descale == "pow2"
+        self.pack_q, self.pack_k = packings(Tq, Tk, cu_q, cu_k)
+        self.segments = 1 if cu_q is None else cu_q.numel() - 1
+        self._set_mask(mask)
+        self.tile = recipe.block == "128xD" and self.mask_kind != 2
+        tiled = recipe.block == "128xD"
+        self.cuts = (facts.query_cuts, facts.key_cuts) if tiled else (None, None)
+        self._shape_flags = dict(CAUSAL=is_causal, WINDOW=window is not None, MASK=self.mask_kind)
+        self._flags = dict(
+            **self._shape_flags,
+            SOFTCAP=softcap is not None,
+            TILE=self.tile,
+            PACKED=cu_q is not None,
+            SOFT_CAST=SOFT_CAST,
+        )
 
-    @cached_property
-    def pack_k(self) -> Packing:
-        return packing(self.Tk, self.cu_k)
-
-    @property
-    def segments(self) -> int:
-        return 1 if self.cu_q is None else self.cu_q.numel() - 1
-
-    @property
-    def tile(self) -> bool:
-        """One descale per tile; a boolean mask may cut tiles, so there every token has its own."""
-        return self.recipe.block == "128xD" and self.mask_kind != 2
-
-    @property
-    def mask_kind(self) -> int:
-        if self.mask is None:
-            return 0
-        return 2 if self.mask.dtype == torch.bool else 1
-
-    @cached_property
-    def mask_bytes(self) -> Tensor | None:
-        """The mask as ``[B, H|1, Tq, Tk]`` bytes, or contiguous compact rows."""
-        if self.mask_kind == 0:
-            return None
-        if self.mask_kind == 1:
-            return self.mask.contiguous()
-        m = self.mask
-        m = m.view((1,) * (4 - m.dim()) + tuple(m.shape)).view(torch.uint8)
-        return m.expand(self.B, m.shape[1], self.Tq, self.Tk)
-
-    @property
-    def mask_heads(self) -> int:
-        return self.mask_bytes.shape[1] if self.mask_kind == 2 else 1
-
-    @cached_property
-    def mask_strides(self) -> tuple[int, int, int, int]:
-        m = self.mask_bytes
-        if self.mask_kind == 0:
-            return 0, 0, 0, 0
-        if self.mask_kind == 1:
-            return (m.stride(0) if m.shape[0] > 1 else 0), 0, 0, 0
+    def _set_mask(self, mask: Tensor | None) -> None:
+        self.mask_kind, self.mask_bytes, self.mask_heads = 0, None, 1
+        self.mask_strides = (0, 0, 0, 0)
+        if mask is None:
+            return
+        if mask.dtype != torch.bool:
+            self.mask_kind, self.mask_bytes = 1, mask.contiguous()
+            stride = self.mask_bytes.stride(0) if mask.shape[0] > 1 else 0
+            self.mask_strides = (stride, 0, 0, 0)
+            return
+        m = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape)).view(torch.uint8)
+        m = m.expand(self.B, m.shape[1], self.Tq, self.Tk)
         sb, sh, sq, sk = m.stride()
-        return sb, (sh if m.shape[1] > 1 else 0), sq, sk
+        self.mask_kind, self.mask_bytes, self.mask_heads = 2, m, m.shape[1]
+        self.mask_strides = (sb, (sh if m.shape[1] > 1 else 0), sq, sk)
 
     def bounds(self, by_key: bool) -> Tensor | None:
         """First and one past the last token that each tile of 128 sees on the other axis."""
@@ -115,62 +100,22 @@ class Problem:
         out = torch.empty(self.B, heads, tiles, 2, dtype=torch.int32, device=m.device)
         _bounds_kernel[(tiles, self.B * heads)](
             m, out, self.Tq, self.Tk, self.window or 0, heads, *strides, BY_KEY=by_key, BLOCK=128,
-            **self.shape_flags(),
+            **self._shape_flags,
         )  # fmt: skip
         return out
 
-    def shape_flags(self) -> dict[str, Any]:
-        return dict(CAUSAL=self.is_causal, WINDOW=self.window is not None, MASK=self.mask_kind)
-
     def flags(self) -> dict[str, Any]:
-        return dict(
-            **self.shape_flags(),
-            SOFTCAP=self.softcap is not None,
-            TILE=self.tile,
-            PACKED=self.cu_q is not None,
-            SOFT_CAST=SOFT_CAST,
-        )
+        """What every attention kernel is compiled for."""
+        return self._flags
 
-    def hidden_before(self, keys: bool) -> int | Tensor:
-        """Tokens at the start (of each segment) that nothing attends to or that see nothing."""
-        if self.mask is not None or not self.is_causal or (keys and self.window is None):
-            return 0
-        if self.cu_q is None:
-            offset = self.Tk - self.Tq
-            return max(0, offset - self.window + 1) if keys else max(0, -offset)
-        offset = self.cu_k.diff() - self.cu_q.diff()
-        first = offset - self.window + 1 if keys else -offset
-        return first.clamp_min(0).to(torch.int32)
-
-    def quantize(self, x: Tensor, which: str, payload: Tensor, descale: Tensor, **out: bool):
-        keys = which in ("k", "v")
-        facts = self.facts
-        cuts = facts.key_cuts if keys else facts.query_cuts
-        state = {"q": facts.query_state, "do": facts.do_state}.get(which, facts.key_state)
-        return quantize(
-            x,
-            payload,
-            descale,
-            pack=self.pack_k if keys else self.pack_q,
-            tile=self.tile,
-            pow2=self.recipe.descale == "pow2",
-            first_shown=self.hidden_before(keys),
-            state=state,
-            cuts=cuts if self.recipe.block == "128xD" else None,
-            **out,
-        )
-
-    def quantize_mx(self, x: Tensor, which: str, payload: Tensor, codes: Tensor) -> None:
-        keys = which in ("k", "v")
-        facts = self.facts
-        quantize_mx(
-            x,
-            payload,
-            codes,
-            pack=self.pack_k if keys else self.pack_q,
-            first_shown=self.hidden_before(keys),
-            state={"q": facts.query_state, "do": facts.do_state}.get(which, facts.key_state),
-        )
+    def hide(self, keys: bool) -> int | None:
+        """Tokens at the start (of each segment) that nothing attends to, or that see nothing, are
+        those before ``own length − other length + hide``; None if there are none."""
+        if self.mask_kind != 0 or not self.is_causal or (keys and self.window is None):
+            return None
+        hide = 1 - self.window if keys else 0
+        own, other = (self.Tk, self.Tq) if keys else (self.Tq, self.Tk)
+        return hide if self.cu_q is not None or own - other + hide > 0 else None
 
     def features(self, which: str) -> int:
         return self.D if which in ("q", "k") else self.Dv
@@ -187,7 +132,7 @@ def saved_views(payload: Tensor, descale: Tensor, D: int, block: str) -> tuple[T
     """What the ops return of the buffers of an operand, without the padding of their rows."""
     if block == "mx":
         descale = descale[..., : -(-D // MX_BLOCK)]
-    return payload[..., :D], descale
+    return payload if payload.shape[-1] == D else payload[..., :D], descale
 
 
 def empty_operand(

@@ -32,6 +32,35 @@ def cast_fp8(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
+def cast_fp8_words(x0, x1, x2, x3, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """Four FP32 tensors to the bytes of an int32 each, lowest first, as :func:`cast_fp8` casts.
+
+    The instruction writes two bytes; ptxas 12.8 and 12.9 go wrong where single bytes are taken out
+    of what it wrote (they crash, or give other bytes).
+    """
+    if SOFT_CAST:
+        word = cast_fp8(x3, E5M2, True).to(tl.uint8, bitcast=True).to(tl.int32)
+        for x in (x2, x1, x0):
+            byte = cast_fp8(x, E5M2, True).to(tl.uint8, bitcast=True)
+            word = (word << 8) | byte.to(tl.int32)
+        return word
+    else:
+        FORMAT: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 lo, hi; cvt.rn.satfinite."
+            + FORMAT
+            + ".f32 lo, $2, $1; cvt.rn.satfinite."
+            + FORMAT
+            + ".f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def _cast_e5m2(x, SOFT_CAST: tl.constexpr):
     if SOFT_CAST:
         return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)

@@ -162,3 +162,28 @@ def _bounds_kernel(
     at = bounds_ptr + (bh * tl.num_programs(0) + tile) * 2
     tl.store(at, tl.minimum(lo, hi))
     tl.store(at + 1, hi)
+
+
+@triton.jit(do_not_specialize=["segments", "slots_q", "slots_k"])
+def _segments_kernel(
+    cu_q_ptr, cu_k_ptr, segment_q_ptr, segment_k_ptr, segments, slots_q, slots_k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The segment that owns each slot, of the queries (``program_id(1)`` 0) and of the keys: the
+    last one that starts there or before."""
+    if tl.program_id(1) == 0:
+        _own_slots(cu_q_ptr, segment_q_ptr, segments, slots_q, BLOCK)
+    else:
+        _own_slots(cu_k_ptr, segment_k_ptr, segments, slots_k, BLOCK)
+
+
+@triton.jit
+def _own_slots(cu_ptr, segment_ptr, segments, slots, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, segments, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        first = tl.load(cu_ptr + s, mask=s < segments, other=0) // 128 + s
+        starts = (s < segments)[None, :] & (first[None, :] <= slot[:, None])
+        count += tl.sum(starts.to(tl.int32), 1)
+    tl.store(segment_ptr + slot, count - 1, mask=slot < slots)

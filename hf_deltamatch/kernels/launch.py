@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from hf_deltamatch.formats import TOKENS_PER_TILE
+from hf_deltamatch.formats import MX_BLOCK, TOKENS_PER_TILE
+from hf_deltamatch.kernels.geometry import _segments_kernel
 
 SOFT_CAST: bool = bool(triton.knobs.runtime.interpret)
 """The interpreter rounds FP8 wrongly, so there the cast is done in integers."""
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Slots of 128 tokens along one axis.
 
     ``cu [n + 1]`` int32 offsets of the packed sequences and ``segment [slots]`` the sequence that
@@ -27,21 +27,31 @@ class Packing:
     segment: Tensor | None = None
 
 
-def packing(T: int, cu: Tensor | None) -> Packing:
-    """Slots of an axis of ``T`` tokens; nothing is copied to the host."""
-    if cu is None:
-        return Packing(-(-T // TOKENS_PER_TILE))
-    n = cu.numel() - 1
-    slots = T // TOKENS_PER_TILE + n
-    first = cu[:-1] // TOKENS_PER_TILE + torch.arange(n, device=cu.device)
-    at = torch.arange(slots, device=cu.device)
-    segment = torch.searchsorted(first, at, right=True) - 1
-    return Packing(slots, cu.to(torch.int32), segment.clamp_min(0).to(torch.int32))
+def packings(Tq: int, Tk: int, cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Packing, Packing]:
+    """Slots of the queries and of the keys; nothing is copied to the host."""
+    if cu_q is None:
+        return Packing(-(-Tq // TOKENS_PER_TILE)), Packing(-(-Tk // TOKENS_PER_TILE))
+    n = cu_q.numel() - 1
+    out = []
+    for T, cu in ((Tq, cu_q), (Tk, cu_k)):
+        slots = T // TOKENS_PER_TILE + n
+        segment = torch.empty(slots, dtype=torch.int32, device=cu.device)
+        out.append(Packing(slots, cu.to(torch.int32).contiguous(), segment))
+    q, k = out
+    _segments_kernel[(-(-max(q.slots, k.slots) // 128), 2)](
+        q.cu, k.cu, q.segment, k.segment, n, q.slots, k.slots, BLOCK=128
+    )
+    return q, k
 
 
 def feature_block(D: int) -> int:
     """Power of two that holds ``D`` features; FP8 products need at least 32."""
-    return max(32, triton.next_power_of_2(D))
+    return max(32, 1 << (D - 1).bit_length())
+
+
+def code_columns(D: int) -> int:
+    """E8M0 codes that are stored for a token; ``ceil(D / 32)`` of them mean something."""
+    return feature_block(D) // MX_BLOCK
 
 
 def padded_features(D: int) -> int:

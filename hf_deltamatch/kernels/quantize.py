@@ -1,9 +1,10 @@
-"""Q, K, V, dO to FP8: payload and descale in one read, and the transposed copy of a payload.
+"""Q, K, V, dO to FP8 in one read: payload, descale and, where asked for, the transposed copy.
 
 Reference: :func:`hf_deltamatch.reference.operands.quantize_operand`. A program owns one slot of 128
-tokens of one head. Transposed copies hold the same bytes, read back from the payload (Triton 3.6
-miscompiles some transpositions of a fresh cast); they are ``[B, H, D, slots · 128]``, tokens reordered inside chunks
-of 16 as :func:`hf_deltamatch.kernels.casts.regroup_rows` does; poisoned and missing tokens are 0.
+tokens of one head. A transposed copy holds the same bytes, ``[B, H, D, slots · 128]``, tokens
+reordered inside chunks of 16 as :func:`hf_deltamatch.kernels.casts.regroup_rows` does; NaN codes
+and missing tokens are 0 in it. V's and dO's are made here; Q's and K's, which only the backward
+reads, are rebuilt there from the saved payload.
 
 ``fold [B, H, T]`` is what a product over tokens multiplies in: the descale, 0 for a token whose
 payload is all zero, NaN for a poisoned one.
@@ -17,11 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_deltamatch.formats import TOKENS_PER_TILE
-from hf_deltamatch.kernels.casts import biased_exponent, cast_fp8, exp2_int, inverse_exp2_int
-from hf_deltamatch.kernels.geometry import own_segment
-from hf_deltamatch.kernels.launch import SOFT_CAST, Packing, feature_block
-
-WARPS = 8
+from hf_deltamatch.kernels.attention_rows import row_delta, row_lse2
+from hf_deltamatch.kernels.casts import (
+    biased_exponent,
+    cast_fp8,
+    cast_fp8_words,
+    exp2_int,
+    inverse_exp2_int,
+)
+from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
 HIDDEN, UNCOUNTED = 1, 2
 """Token states: stored as zero and left out of every amax; left out of the amax but clamped to it."""
@@ -29,71 +34,77 @@ HIDDEN, UNCOUNTED = 1, 2
 
 @triton.jit
 def _slot_tokens():
-    """Tokens of a slot in the order of a transposed copy: ``4t + 2h + e`` holds ``8h + 2t + e``."""
-    at = tl.arange(0, 128)
-    return at // 16 * 16 + (at // 2 % 2) * 8 + (at % 16 // 4) * 2 + at % 2
+    """Tokens of a slot, ``[32, 4]``: ``[i, j]`` is the one in column ``4i + j`` of a transposed copy
+    (column ``4t + 2h + e`` of a chunk of 16 holds token ``8h + 2t + e``). A thread holds all four of
+    a row, which make one word."""
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 4)[None, :]
+    return i // 4 * 16 + j // 2 * 8 + i % 4 * 2 + j % 2
 
 
 @triton.jit
-def _store_transposed(payload, out_ptr, slot, stride, D, BLOCK_D: tl.constexpr):
-    """Bytes ``[128, BLOCK_D]``, tokens in the order of :func:`_slot_tokens`, to the columns of a
-    slot of ``[D, stride]``."""
+def _store_transposed(words, out_ptr, bh, slot, slots, D_PADDED, BLOCK_D: tl.constexpr):
+    """Words ``[32, BLOCK_D]`` of four tokens, ordered as in :func:`_slot_tokens`, to a slot of a
+    transposed copy."""
     offs_d = tl.arange(0, BLOCK_D)
-    at = offs_d.to(tl.int64)[:, None] * stride + slot * 128 + tl.arange(0, 128)[None, :]
-    tl.store(out_ptr + at, tl.trans(payload), mask=(offs_d < D)[:, None])
+    row = (bh.to(tl.int64) * D_PADDED + offs_d) * (slots * 32)
+    at = row[:, None] + slot * 32 + tl.arange(0, 32)[None, :]
+    out_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(out_ptr + at, tl.trans(words), mask=(offs_d < D_PADDED)[:, None])
 
 
-@triton.jit(do_not_specialize=["H", "T", "slots", "first_shown"])
-def _quantize_kernel(
-    x_ptr, payload_ptr, descale_ptr, fold_ptr, state_ptr, hidden_ptr, given_ptr,
-    cu_ptr, segment_ptr, H, T, D, D_PADDED, slots, first_shown,
-    stride_xb, stride_xh, stride_xt, stride_xd, stride_sb, stride_sh,
-    TILE: tl.constexpr, GIVEN: tl.constexpr, HIDE: tl.constexpr, STATE: tl.constexpr,
-    FOLD: tl.constexpr, POW2: tl.constexpr, E5M2: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
+@triton.jit
+def _quantize_slot(
+    x_ptr, payload_ptr, descale_ptr, fold_ptr, transposed_ptr, state_ptr, hide, slot, bh, H, T,
+    base, length, first, length_other, D, D_PADDED, slots, stride_xb, stride_xh, stride_xt,
+    stride_xd, stride_sb, stride_sh,
+    TILE: tl.constexpr, GIVEN: tl.constexpr, POW2: tl.constexpr, FOLDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    bh = tl.program_id(1)
+    """Quantise the 128 tokens from ``first`` of a segment, as :func:`_slot_tokens` arranges them.
+
+    ``fold``, ``transposed`` and ``state`` may be None; ``hide`` too, or tokens before ``length −
+    length_other + hide`` are hidden. ``GIVEN``: the descales are read, not chosen. Returns the
+    tokens, the values, the payload and, with ``FOLDS``, the fold.
+    """
+    E5M2: tl.constexpr = payload_ptr.dtype.element_ty == tl.float8e5
+    STATE: tl.constexpr = state_ptr is not None
     b = bh // H
     h = bh % H
-    segment, base, length, _, first = own_segment(slot, T, cu_ptr, segment_ptr, 128, PACKED)
-    if first >= length:
-        return
-    row = (bh * T + base).to(tl.int64)
-    offs_t = first + tl.arange(0, 128)
-    offs_d = tl.arange(0, BLOCK_D)
+    row = bh.to(tl.int64) * T + base
+    offs_t = first + _slot_tokens()
+    offs_d = tl.arange(0, BLOCK_D)[None, None, :]
     inside = offs_t < length
-    x_ptr += b.to(tl.int64) * stride_xb + h.to(tl.int64) * stride_xh
-    rows = x_ptr + (base + offs_t).to(tl.int64) * stride_xt
     live = inside
     counted = inside
-    if HIDE:
-        if PACKED:
-            first_shown = tl.load(hidden_ptr + segment)
-        live = live & (offs_t >= first_shown)
+    if hide is not None:
+        live = live & (offs_t >= length - length_other + hide)
         counted = live
     if STATE:
         state_ptr += b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
         state = tl.load(state_ptr + base + offs_t, mask=inside, other=1)
         live = live & (state != 1)
         counted = live & (state == 0)
-    x = tl.load(
-        rows[:, None] + offs_d.to(tl.int64)[None, :] * stride_xd,
-        mask=live[:, None] & (offs_d < D)[None, :],
+    x_ptr += b.to(tl.int64) * stride_xb + h.to(tl.int64) * stride_xh
+    rows = x_ptr + (base + offs_t).to(tl.int64) * stride_xt
+    raw = tl.load(
+        rows[:, :, None] + offs_d.to(tl.int64) * stride_xd,
+        mask=live[:, :, None] & (offs_d < D),
         other=0.0,
     ).to(tl.float32)
+    x = raw
     # As integers, magnitudes sort like numbers and NaN comes last; it is then read as infinity.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    token_amax = tl.minimum(tl.max(magnitude, 1), 0x7F800000).to(tl.float32, bitcast=True)
+    token_amax = tl.minimum(tl.max(magnitude, 2), 0x7F800000).to(tl.float32, bitcast=True)
     amax = token_amax
     if GIVEN:
-        descale = tl.load(given_ptr + row + offs_t, mask=inside, other=1.0)
+        descale = tl.load(descale_ptr + row + offs_t, mask=inside, other=1.0)
     else:
         if TILE:
-            top = tl.max(tl.where(counted, amax, 0.0), 0)
+            top = tl.max(tl.max(tl.where(counted, amax, 0.0), 1), 0)
             if STATE:
                 # A tile whose counted tokens are all zero, or none, counts them all.
-                top = tl.where(top > 0.0, top, tl.max(amax, 0))
+                top = tl.where(top > 0.0, top, tl.max(tl.max(amax, 1), 0))
             amax = tl.zeros_like(amax) + top
         if POW2:
             descale = exp2_int(
@@ -105,8 +116,9 @@ def _quantize_kernel(
         descale = tl.where(amax < float("inf"), descale, float("nan"))
         if TILE:
             # All equal: any reduction gives the one value (NaN must survive it).
-            bad = tl.max(amax, 0) == float("inf")
-            one = tl.where(bad, float("nan"), tl.max(tl.where(descale == descale, descale, 0.0), 0))
+            bad = tl.max(tl.max(amax, 1), 0) == float("inf")
+            one = tl.max(tl.max(tl.where(descale == descale, descale, 0.0), 1), 0)
+            one = tl.where(bad, float("nan"), one)
             tl.store(descale_ptr + bh * slots + slot, one)
         else:
             tl.store(descale_ptr + row + offs_t, descale, mask=inside)
@@ -120,21 +132,194 @@ def _quantize_kernel(
         if one != one:
             x = tl.zeros_like(x)
     else:
-        x = tl.where(clean[:, None] & (magnitude < 0x7F800000), x, 0.0)
-    x = x * factor[:, None]
-    if STATE:
-        # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row.
-        x = tl.where(clean[:, None] & (magnitude >= 0x7F800000), float("nan"), x)
+        x = tl.where(clean[:, :, None] & (magnitude < 0x7F800000), x, 0.0)
+    x = x * factor[:, :, None]
     payload = cast_fp8(x, E5M2, SOFT_CAST)
-    out = (row + offs_t.to(tl.int64))[:, None] * D_PADDED + offs_d[None, :]
-    tl.store(payload_ptr + out, payload, mask=inside[:, None] & (offs_d < D_PADDED)[None, :])
-    if FOLD:
+    if transposed_ptr is not None:
+        # [token pair, token, …]: the four values of a word, one tensor each.
+        even, odd = tl.split(tl.permute(tl.reshape(x, [32, 2, 2, BLOCK_D]), (0, 3, 1, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        words = cast_fp8_words(x0, x1, x2, x3, E5M2, SOFT_CAST)
+        _store_transposed(words, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+    if STATE:
+        # A non-finite token under a finite descale (uncounted) keeps its NaN in its own row, and is
+        # 0 in the transposed copy (ptxas 12.8 and 12.9 crash on a test of freshly cast codes).
+        x = tl.where(clean[:, :, None] & (magnitude >= 0x7F800000), float("nan"), x)
+        payload = cast_fp8(x, E5M2, SOFT_CAST)
+    out = (row + offs_t)[:, :, None] * D_PADDED + offs_d
+    tl.store(payload_ptr + out, payload, mask=inside[:, :, None] & (offs_d < D_PADDED))
+    fold = token_amax
+    if FOLDS:
         # Nothing survives rounding up to half the smallest subnormal, which ties to zero.
         TINY: tl.constexpr = 7.62939453125e-06 if E5M2 else 0.0009765625
         fold = tl.where(token_amax * factor > TINY, descale, 0.0)
         fold = tl.where(clean & (token_amax < float("inf")), fold, float("nan"))
         fold = tl.where(live, fold, 0.0)
-        tl.store(fold_ptr + row + offs_t, fold, mask=inside)
+        if fold_ptr is not None:
+            tl.store(fold_ptr + row + offs_t, fold, mask=inside)
+    return offs_t, raw, payload, fold
+
+
+@triton.jit(
+    do_not_specialize=[
+        "programs_q", "programs_k", "Hq", "Hkv", "Tq", "Tk", "slots_q", "slots_k", "hide_q",
+        "hide_k",
+    ]
+)  # fmt: skip
+def _quantize_qkv_kernel(
+    q_ptr, q_fp8_ptr, q_descale_ptr, k_ptr, k_fp8_ptr, k_descale_ptr,
+    v_ptr, v_fp8_ptr, v_descale_ptr, v_fold_ptr, vt_ptr,
+    q_state_ptr, hide_q, cu_q_ptr, segment_q_ptr, k_state_ptr, hide_k, cu_k_ptr, segment_k_ptr,
+    programs_q, programs_k, Hq, Hkv, Tq, Tk, slots_q, slots_k, D, D_PADDED, Dv, D_PADDED_V,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_qsb, stride_qsh, stride_ksb, stride_ksh,
+    TILE: tl.constexpr, GIVEN_Q: tl.constexpr, GIVEN_K: tl.constexpr, POW2: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One slot of one head of Q, then of K, then of V (with its transposed copy)."""
+    PACKED: tl.constexpr = cu_q_ptr is not None
+    pid = tl.program_id(0)
+    if pid < programs_q:
+        bh = pid // slots_q
+        slot = pid % slots_q
+        segment, base, length, _, first = own_segment(
+            slot, Tq, cu_q_ptr, segment_q_ptr, 128, PACKED
+        )
+        if first < length:
+            _, other, _ = segment_of(segment, Tk, cu_k_ptr, PACKED)
+            _quantize_slot(
+                q_ptr, q_fp8_ptr, q_descale_ptr, None, None, q_state_ptr, hide_q, slot, bh, Hq, Tq,
+                base, length, first, other, D, D_PADDED, slots_q, stride_qb, stride_qh, stride_qt,
+                stride_qd, stride_qsb, stride_qsh, TILE, GIVEN_Q, POW2, False, BLOCK_D, SOFT_CAST,
+            )  # fmt: skip
+    else:
+        pid -= programs_q
+        is_v = pid >= programs_k
+        pid = tl.where(is_v, pid - programs_k, pid)
+        bh = pid // slots_k
+        slot = pid % slots_k
+        segment, base, length, _, first = own_segment(
+            slot, Tk, cu_k_ptr, segment_k_ptr, 128, PACKED
+        )
+        if first < length:
+            _, other, _ = segment_of(segment, Tq, cu_q_ptr, PACKED)
+            if is_v:
+                _quantize_slot(
+                    v_ptr, v_fp8_ptr, v_descale_ptr, v_fold_ptr, vt_ptr, k_state_ptr, hide_k, slot,
+                    bh, Hkv, Tk, base, length, first, other, Dv, D_PADDED_V, slots_k, stride_vb,
+                    stride_vh, stride_vt, stride_vd, stride_ksb, stride_ksh, TILE, GIVEN_K, POW2,
+                    v_fold_ptr is not None, BLOCK_DV, SOFT_CAST,
+                )  # fmt: skip
+            else:
+                _quantize_slot(
+                    k_ptr, k_fp8_ptr, k_descale_ptr, None, None, k_state_ptr, hide_k, slot, bh, Hkv,
+                    Tk, base, length, first, other, D, D_PADDED, slots_k, stride_kb, stride_kh,
+                    stride_kt, stride_kd, stride_ksb, stride_ksh, TILE, GIVEN_K, POW2, False,
+                    BLOCK_D, SOFT_CAST,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "T", "T_keys", "slots", "hide"])
+def _quantize_do_kernel(
+    do_ptr, do_fp8_ptr, descale_ptr, fold_ptr, do_t_ptr, state_ptr, hide, cu_ptr, cu_k_ptr,
+    segment_ptr, lse_ptr, lse2_ptr, o_ptr, dlse_ptr, delta_ptr, shifted_ptr, H, T, T_keys, slots,
+    Dv, D_PADDED_V,
+    stride_dob, stride_doh, stride_dot, stride_dod, stride_sb, stride_sh,
+    stride_ob, stride_oh, stride_ot, stride_od,
+    TILE: tl.constexpr, GIVEN: tl.constexpr, POW2: tl.constexpr, STALE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One slot of one head of dO with its transposed copy, and what else a row of it decides:
+    ``lse2`` and, of the two unmatched rules (``o`` given), ``delta`` and ``delta − dlse``."""
+    PACKED: tl.constexpr = cu_ptr is not None
+    pid = tl.program_id(0)
+    bh = pid // slots
+    slot = pid % slots
+    segment, base, length, _, first = own_segment(slot, T, cu_ptr, segment_ptr, 128, PACKED)
+    if first >= length:
+        return
+    _, other, _ = segment_of(segment, T_keys, cu_k_ptr, PACKED)
+    offs_t, do, do_fp8, fold = _quantize_slot(
+        do_ptr, do_fp8_ptr, descale_ptr, fold_ptr, do_t_ptr, state_ptr, hide, slot, bh, H, T, base,
+        length, first, other, Dv, D_PADDED_V, slots, stride_dob, stride_doh, stride_dot, stride_dod,
+        stride_sb, stride_sh, TILE, GIVEN, POW2, True, BLOCK_DV, SOFT_CAST,
+    )  # fmt: skip
+    inside = offs_t < length
+    row = bh.to(tl.int64) * T + base + offs_t
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
+    tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
+    if o_ptr is not None:
+        offs_d = tl.arange(0, BLOCK_DV)[None, None, :]
+        o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
+        o = tl.load(
+            o_ptr + (base + offs_t).to(tl.int64)[:, :, None] * stride_ot + offs_d * stride_od,
+            mask=inside[:, :, None] & (offs_d < Dv),
+            other=0.0,
+        )
+        if not STALE:
+            do = do_fp8.to(tl.float32) * fold[:, :, None]
+        delta = row_delta(do, o, lse)
+        tl.store(delta_ptr + row, delta, mask=inside)
+        if dlse_ptr is not None:
+            dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)
+            delta = delta - tl.where(lse == float("-inf"), 0.0, dlse)
+        tl.store(shifted_ptr + stat, delta, mask=inside)
+
+
+@triton.jit
+def _transpose_slot(
+    payload_ptr, descale_ptr, transposed_ptr, fold_ptr, slot, bh, T, base, length, first, D_PADDED,
+    slots, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = bh.to(tl.int64) * T + base
+    offs_t = first + _slot_tokens()
+    offs_d = tl.arange(0, BLOCK_D)[None, None, :]
+    rows = offs_t < length
+    at = (row + offs_t)[:, :, None] * D_PADDED + offs_d
+    payload = tl.load(payload_ptr + at, mask=rows[:, :, None] & (offs_d < D_PADDED), other=0.0)
+    code = payload.to(tl.uint8, bitcast=True)
+    magnitude = (code & 0x7F).to(tl.int32)
+    LARGEST: tl.constexpr = 0x7B if payload.dtype == tl.float8e5 else 0x7E
+    code = tl.where(magnitude > LARGEST, 0, code)
+    words = tl.sum(code.to(tl.int32) << (8 * tl.arange(0, 4)[None, :, None]), 1)
+    _store_transposed(words, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
+    if fold_ptr is not None:
+        largest = tl.max(magnitude, 2)
+        descale = tl.load(descale_ptr + row + offs_t, mask=rows, other=1.0)
+        fold = tl.where(largest > 0, descale, 0.0)
+        fold = tl.where((descale != descale) | (largest > LARGEST), float("nan"), fold)
+        tl.store(fold_ptr + row + offs_t, fold, mask=rows)
+
+
+@triton.jit(do_not_specialize=["programs_q", "Tq", "Tk", "slots_q", "slots_k"])
+def _transpose_kernel(
+    q_fp8_ptr, q_descale_ptr, qt_ptr, q_fold_ptr, k_fp8_ptr, k_descale_ptr, kt_ptr, k_fold_ptr,
+    cu_q_ptr, segment_q_ptr, cu_k_ptr, segment_k_ptr, programs_q, Tq, Tk, slots_q, slots_k,
+    D_PADDED, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Transposed copies of the saved payloads of Q and of K, and their ``fold`` (None: not asked
+    for; the payload tells NaN and zero tokens)."""
+    PACKED: tl.constexpr = cu_q_ptr is not None
+    pid = tl.program_id(0)
+    if pid < programs_q:
+        slot = pid % slots_q
+        _, base, length, _, first = own_segment(slot, Tq, cu_q_ptr, segment_q_ptr, 128, PACKED)
+        if first < length:
+            _transpose_slot(
+                q_fp8_ptr, q_descale_ptr, qt_ptr, q_fold_ptr, slot, pid // slots_q, Tq, base,
+                length, first, D_PADDED, slots_q, BLOCK_D,
+            )  # fmt: skip
+    else:
+        pid -= programs_q
+        slot = pid % slots_k
+        _, base, length, _, first = own_segment(slot, Tk, cu_k_ptr, segment_k_ptr, 128, PACKED)
+        if first < length:
+            _transpose_slot(
+                k_fp8_ptr, k_descale_ptr, kt_ptr, k_fold_ptr, slot, pid // slots_k, Tk, base,
+                length, first, D_PADDED, slots_k, BLOCK_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -161,91 +346,6 @@ def _amax_kernel(
     tl.store(amax_ptr + bh.to(tl.int64) * T + offs_t, tl.max(x, 1), mask=offs_t < T)
 
 
-@triton.jit(do_not_specialize=["T", "slots"])
-def _transpose_kernel(
-    payload_ptr, descale_ptr, transposed_ptr, fold_ptr, cu_ptr, segment_ptr, T, D_PADDED, slots,
-    FOLD: tl.constexpr, E5M2: tl.constexpr, PACKED: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Transposed copy of a saved payload (bytes; NaN codes become 0), and its ``fold``."""
-    slot = tl.program_id(0)
-    bh = tl.program_id(1)
-    _, base, length, _, first = own_segment(slot, T, cu_ptr, segment_ptr, 128, PACKED)
-    if first >= length:
-        return
-    row = (bh * T + base).to(tl.int64)
-    offs_t = first + _slot_tokens()
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs_t < length)[:, None] & (offs_d < D_PADDED)[None, :]
-    at = (row + offs_t.to(tl.int64))[:, None] * D_PADDED + offs_d[None, :]
-    code = tl.load(payload_ptr + at, mask=inside, other=0)
-    magnitude = (code & 0x7F).to(tl.int32)
-    LARGEST: tl.constexpr = 0x7B if E5M2 else 0x7E
-    code = tl.where(magnitude > LARGEST, 0, code).to(tl.uint8)
-    _store_transposed(
-        code, transposed_ptr + bh.to(tl.int64) * D_PADDED * slots * 128, slot, slots * 128,
-        D_PADDED, BLOCK_D,
-    )  # fmt: skip
-    if FOLD:
-        largest = tl.max(magnitude, 1)
-        descale = tl.load(descale_ptr + row + offs_t, mask=offs_t < length, other=1.0)
-        fold = tl.where(largest > 0, descale, 0.0)
-        fold = tl.where((descale != descale) | (largest > LARGEST), float("nan"), fold)
-        tl.store(fold_ptr + row + offs_t, fold, mask=offs_t < length)
-
-
-def quantize(
-    x: Tensor,
-    payload: Tensor,
-    descale: Tensor,
-    *,
-    pack: Packing,
-    tile: bool,
-    pow2: bool,
-    first_shown: int | Tensor = 0,
-    state: Tensor | None = None,
-    cuts: Tensor | None = None,
-    fold: bool = False,
-) -> Tensor | None:
-    """Quantise ``x [B, H, T, D]`` (any strides) into ``payload [B, H, T, D_padded]`` and ``descale``.
-
-    Args:
-        tile: one descale per slot ``[B, H, slots]``; otherwise one per token ``[B, H, T]``.
-        first_shown: earlier tokens (of each segment, if a tensor) are hidden.
-        state: ``[B|1, H|1, T]`` uint8 of :data:`HIDDEN` and :data:`UNCOUNTED`.
-        cuts: ``[B|1, H|1, T]``, True where a token shares no descale with its predecessor; tiles are
-            cut there, and every token carries its run's descale.
-
-    Returns:
-        ``fold [B, H, T]``, if asked for.
-    """
-    B, H, T, D = x.shape
-    E5M2 = payload.dtype == torch.float8_e5m2
-    D_padded = payload.shape[-1]
-    BLOCK_D = feature_block(D)
-    strides = () if state is None else state.expand(B, H, T).stride()[:2]
-    sb, sh = strides if strides else (0, 0)
-    common = dict(STATE=state is not None, BLOCK_D=BLOCK_D)
-    given = None
-    if cuts is not None:
-        amax = torch.empty(B, H, T, device=x.device)
-        grid = (-(-T // 128), B * H)
-        _amax_kernel[grid](x, amax, state, H, T, D, *x.stride(), sb, sh, **common)
-        given = descale_of_runs(amax, cuts, E5M2, pow2)
-        descale.copy_(given)
-    folds = torch.empty(B, H, T, device=x.device) if fold else None
-    packed_first = first_shown if isinstance(first_shown, Tensor) else None
-    _quantize_kernel[(pack.slots, B * H)](
-        x, payload, descale, folds, state, packed_first, given, pack.cu, pack.segment,
-        H, T, D, D_padded, pack.slots, 0 if packed_first is not None else first_shown,
-        *x.stride(), sb, sh,
-        TILE=tile, GIVEN=given is not None,
-        HIDE=packed_first is not None or first_shown > 0, FOLD=fold,
-        POW2=pow2, E5M2=E5M2, PACKED=pack.cu is not None, SOFT_CAST=SOFT_CAST,
-        num_warps=WARPS if BLOCK_D >= 128 else 4, **common,
-    )  # fmt: skip
-    return folds
-
-
 def descale_of_runs(amax: Tensor, cuts: Tensor, E5M2: bool, pow2: bool) -> Tensor:
     """Descale of the run of tokens between cuts and slot boundaries, given to each token."""
     T = amax.shape[-1]
@@ -260,20 +360,3 @@ def descale_of_runs(amax: Tensor, cuts: Tensor, E5M2: bool, pow2: bool) -> Tenso
         descale = (top / (57344.0 if E5M2 else 448.0)).clamp_min(2.0**-126)
     descale = torch.where(top == 0, 1.0, descale)
     return torch.where(top.isfinite(), descale, float("nan"))
-
-
-def transpose(
-    payload: Tensor, descale: Tensor | None, pack: Packing
-) -> tuple[Tensor, Tensor | None]:
-    """Transposed copy of a saved payload; with ``descale [B, H, T]`` also its ``fold``."""
-    B, H, T, D_padded = payload.shape
-    tokens = pack.slots * TOKENS_PER_TILE
-    out = torch.empty(B, H, D_padded, tokens, dtype=payload.dtype, device=payload.device)
-    fold = None if descale is None else torch.empty_like(descale)
-    BLOCK_D = feature_block(D_padded)
-    _transpose_kernel[(pack.slots, B * H)](
-        payload.view(torch.uint8), descale, out.view(torch.uint8), fold, pack.cu, pack.segment, T,
-        D_padded, pack.slots, FOLD=fold is not None, E5M2=payload.dtype == torch.float8_e5m2,
-        PACKED=pack.cu is not None, BLOCK_D=BLOCK_D, num_warps=8 if BLOCK_D >= 128 else 4,
-    )  # fmt: skip
-    return out, fold

@@ -26,29 +26,32 @@ from hf_deltamatch.recipes import AttentionRecipe
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Saves and forwards; the work is in the custom ops."""
+    """Saves and forwards; the work is in the custom ops. Returns ``o`` and, ``with_lse``, ``lse``: an
+    output that nobody asked for would get a gradient of zeros, which costs the kernels their time."""
 
     @staticmethod
     def forward(
         ctx, q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, quantize,
-        recipe, backend,
+        recipe, backend, with_lse,
     ):  # fmt: skip
-        options = (mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap)
-        o, lse, q8, qd, k8, kd, v8, vd = attention_fwd(q, k, v, *options, recipe, backend)
+        o, lse, q8, qd, k8, kd, v8, vd = attention_fwd(
+            q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, recipe,
+            backend,
+        )  # fmt: skip
         qkv = (q8, k8, v8) if quantize else (q, k, v)
         ctx.save_for_backward(o, lse, *qkv, qd, kd, vd, mask, sinks, cu_q, cu_k)
         ctx.options = (is_causal, window, softmax_scale, softcap, recipe, backend)
-        return o, lse
+        return (o, lse) if with_lse else o
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse=None):
         refuse_double_backward("delta_matching_attention")
         o, lse, q, k, v, qd, kd, vd, mask, sinks, cu_q, cu_k = ctx.saved_tensors
         dq, dk, dv, dsinks, _ = attention_bwd(
             do, dlse, o, lse, q, qd, k, kd, v, vd, mask, sinks, cu_q, cu_k, *ctx.options
         )
         dsinks = dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None
-        return dq, dk, dv, None, dsinks, *(None,) * 9
+        return dq, dk, dv, None, dsinks, *(None,) * 10
 
 
 def delta_matching_attention(
@@ -119,8 +122,7 @@ def delta_matching_attention(
     chosen = choose("attention", q.device, backend)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    o, lse = AttentionFunction.apply(
+    return AttentionFunction.apply(
         q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
-        recipe.quantize, recipe.encoded, chosen,
+        recipe.quantize, recipe.encoded, chosen, bool(return_lse),
     )  # fmt: skip
-    return (o, lse) if return_lse else o

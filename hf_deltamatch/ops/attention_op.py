@@ -5,23 +5,25 @@ validation and the autograd formula. Annotations are evaluated here (the schema 
 them), so this file has no ``from __future__ import annotations``.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.backend import refuse_unsupported
+from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import AttentionForward, empty_saved
 
-_NAMESPACE = "hf_deltamatch"
 _OPTIONS = (
     "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k", "is_causal", "window", "softmax_scale",
     "softcap", "recipe",
 )  # fmt: skip
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
+@define_op
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -56,9 +58,11 @@ def attention_fwd(
                 boolean_mask=mask is not None and mask.dtype == torch.bool,
             ),
         )
+        observe.CALLS["attention_fwd"] += 1
+        return tuple(_kernels().attention_fwd(q, k, v, **options))
     observe.CALLS["attention_fwd"] += 1
     with torch.autocast(q.device.type, enabled=False):
-        return tuple(_implementation(backend).attention_fwd(q, k, v, **options))
+        return tuple(reference.attention_fwd(q, k, v, **options))
 
 
 def _options(*values) -> dict:
@@ -66,16 +70,15 @@ def _options(*values) -> dict:
     return dict(zip(_OPTIONS, values, strict=True))
 
 
-def _implementation(backend: str):
+@functools.cache
+def _kernels():
     """Triton is imported only where it is used."""
-    if backend == "reference":
-        return reference
     from hf_deltamatch.ops import attention_kernels
 
     return attention_kernels
 
 
-@attention_fwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::attention_fwd")
 def _(
     q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap,
     recipe, backend,
@@ -83,12 +86,12 @@ def _(
     B, H, T, _ = q.shape
     o = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
     stat = torch.float64 if q.dtype == torch.float64 else torch.float32
-    make = empty_saved if backend == "reference" else _implementation(backend).empty_saved
+    make = empty_saved if backend == "reference" else _kernels().empty_saved
     saved = make(q, k, v, mask, cu_seqlens_q, AttentionRecipe.decode(recipe))
     return o, q.new_empty(B, H, T, dtype=stat), *(t for which in "qkv" for t in saved[which])
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_bwd", mutates_args=())
+@define_op
 def attention_bwd(
     do: Tensor,
     dlse: Tensor | None,
@@ -120,20 +123,18 @@ def attention_bwd(
         mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
     )
     saved = AttentionForward(o, lse, q, q_descale, k, k_descale, v, v_descale)
-    with torch.autocast(do.device.type, enabled=False):
-        if backend == "triton":
-            hook = None if collector.hook is None else collector.parts.append
-            grads = _implementation(backend).attention_bwd(
-                do, dlse, saved, parts_hook=hook, **options
-            )
-        else:
-            qkv = None if decoded.quantize else (q, k, v)
+    if backend == "triton":
+        hook = None if collector.hook is None else collector.parts.append
+        grads = _kernels().attention_bwd(do, dlse, saved, parts_hook=hook, **options)
+    else:
+        qkv = None if decoded.quantize else (q, k, v)
+        with torch.autocast(do.device.type, enabled=False):
             grads = reference.attention_bwd(do, dlse, saved, qkv, ds_hook=collector.hook, **options)
     collector.finish()
     return tuple(grads)
 
 
-@attention_bwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::attention_bwd")
 def _(
     do, dlse, o, lse, q, q_descale, k, k_descale, v, v_descale, mask, sinks, cu_seqlens_q,
     cu_seqlens_k, is_causal, window, softmax_scale, softcap, recipe, backend,

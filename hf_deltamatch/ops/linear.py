@@ -18,12 +18,11 @@ from hf_deltamatch.ops.attention_args import (
     require_tensors,
 )
 from hf_deltamatch.ops.backend import choose
+from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import LinearRecipe
 
-_NAMESPACE = "hf_deltamatch"
 
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_fwd", mutates_args=())
+@define_op
 def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, save_input: bool, recipe: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +38,7 @@ def linear_fwd(
     return output, x.new_empty(0), x.new_empty(0)
 
 
-@linear_fwd.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_fwd")
 def _(x, weight, bias, save_input, recipe, backend):
     output = x.new_empty(x.shape[0], weight.shape[0])
     if not save_input:
@@ -49,7 +48,7 @@ def _(x, weight, bias, save_input, recipe, backend):
     return output, payload, x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::linear_bwd_input", mutates_args=())
+@define_op
 def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> Tensor:
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     assert backend == "reference", backend
@@ -58,12 +57,12 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> T
         return reference.linear_bwd_input(dy, weight, LinearRecipe.decode(recipe)).to(dy.dtype)
 
 
-@linear_bwd_input.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd_input")
 def _(dy, weight, recipe, backend):
     return dy.new_empty(dy.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::linear_bwd_weight", mutates_args=())
+@define_op
 def linear_bwd_weight(
     dy: Tensor, x_fp8: Tensor, x_descale: Tensor, dtype: torch.dtype, recipe: str, backend: str
 ) -> Tensor:
@@ -75,7 +74,7 @@ def linear_bwd_weight(
         return reference.linear_bwd_weight(dy, saved, LinearRecipe.decode(recipe)).to(dtype)
 
 
-@linear_bwd_weight.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight")
 def _(dy, x_fp8, x_descale, dtype, recipe, backend):
     return dy.new_empty(dy.shape[1], x_fp8.shape[1], dtype=dtype)
 

@@ -1,0 +1,382 @@
+r"""dK and dV on Hopper: the arithmetic of :mod:`attention_dkdv`, in Gluon.
+
+Two warpgroups of 64 keys share the query tiles that a producer warp brings in by TMA, so that one
+multiplies while the other exponentiates. Sᵀ and dPᵀ come from shared memory; P and dS go from
+accumulators to register operands without a shuffle (``regroup_rows``). A product over 64 queries is
+added to FP32 registers with its own power of two per key: the tensor cores' short accumulators see
+no longer contraction than in the plain kernel, and the numbers are the same.
+
+For ``128xD``, without a boolean mask, at head dimensions 65 to 128, dO in E4M3. Gluon has no
+interpreter: compared with the reference on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
+from hf_deltamatch.kernels.attention_problem import Problem
+from hf_deltamatch.kernels.casts import (
+    exp2_int,
+    inverse_exp2_int,
+    nan_to_zero,
+    pow2_exponent,
+    regroup_rows,
+)
+from hf_deltamatch.kernels.geometry import COMPACT_MASK, own_segment, query_tiles, segment_of
+
+# Triton 3.6 calls it by its longer name.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+KEYS = gl.constexpr(64)  # of a warpgroup
+BLOCK_M = 64
+BLOCK_D = 128
+
+
+@gluon.jit
+def _to_operand(x, layout: gl.constexpr):
+    """FP32 accumulator, ``|x| <= 448``, to an FP8 register operand."""
+    x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
+    # A plain cast packs byte by byte, with about 80 more instructions a tile.
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
+        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _produce(
+    q_desc, do_desc, qt_desc, dot_desc, lse2_desc, shifted_desc, k_desc, v_desc, q_s, do_s, qt_s,
+    dot_s, lse2_s, shifted_s, k_s, v_s, kv_ready, full, empty, key_token, head, G, lo, hi, Tq,
+    q_base, q_slot, D_padded, D_padded_v,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """K and V of this program once, then every query tile of every query head, in visiting order."""
+    mbarrier.expect(kv_ready, 4 * KEYS * BLOCK_D)
+    for w in gl.static_range(2):
+        async_load(k_desc, [key_token + w * KEYS, 0], kv_ready, k_s.index(w))
+        async_load(v_desc, [key_token + w * KEYS, 0], kv_ready, v_s.index(w))
+    i = 0
+    for t in range(hi - lo):
+        start = (hi - 1 - t) * BLOCK_M
+        column = (q_slot + start // 128) * 128 + start % 128
+        for group in range(G):
+            bh = head + group
+            token = bh * Tq + q_base + start
+            stage = i % STAGES
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready, 4 * BLOCK_M * BLOCK_D + 2 * 4 * BLOCK_M)
+            async_load(q_desc, [token, 0], ready, q_s.index(stage))
+            async_load(do_desc, [token, 0], ready, do_s.index(stage))
+            async_load(lse2_desc, [bh, column], ready, lse2_s.index(stage))
+            async_load(shifted_desc, [bh, column], ready, shifted_s.index(stage))
+            async_load(dot_desc, [bh * D_padded_v, column], ready, dot_s.index(stage))
+            async_load(qt_desc, [bh * D_padded, column], ready, qt_s.index(stage))
+            i += 1
+
+
+@gluon.jit
+def _add_product(total, a, b_t, factor):
+    """``total + (a b) · factor``: a product over one tile of queries, added in FP32 registers."""
+    zero = gl.zeros_like(total)
+    part = warpgroup_mma(a, b_t.permute((1, 0)), zero, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=[part])
+    return total + part * factor[:, None]
+
+
+@gluon.jit
+def _step(
+    i, dk, dv, start, bh, k, v, k_tile, v_tile, keys, position, reach, q_s, do_s, qt_s, dot_s,
+    lse2_s, shifted_s, full, empty, q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, Tq,
+    Tk, T_queries, slots_q, offset, window, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
+    DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries, the i-th that this warpgroup sees."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grads, 4)
+    by_key: gl.constexpr = gl.SliceLayout(1, grads)
+    by_query: gl.constexpr = gl.SliceLayout(0, scores)
+    stage = i % STAGES
+    slot = bh * slots_q + q_slot + start // 128
+    q_tile = gl.load(q_descale_ptr + slot)
+    do_tile = gl.load(do_descale_ptr + slot)
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse2 = lse2_s.index(stage).load(scores)
+    f = k_tile * q_tile
+    s = warpgroup_mma_wait(1, deps=[s])
+    if SOFTCAP:
+        t = tanh(s * (f * (softmax_scale / softcap)))
+        p = gl.exp2(t * (softcap * LOG2E) - lse2)
+    else:
+        p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2)
+    if MASKED:
+        queries = start + gl.arange(0, BLOCK_M, by_query)
+        seen = (keys < Tk)[:, None] & (queries < Tq)[None, :]
+        at = (queries + offset)[None, :]
+        if MASK == COMPACT_MASK:
+            seen = seen & (position >= 0)[:, None] & (position[:, None] <= at)
+            seen = seen & (at - position[:, None] < reach[:, None])
+        if CAUSAL and MASK == 0:
+            seen = seen & (keys[:, None] <= at)
+        if WINDOW and MASK == 0:
+            seen = seen & (at - keys[:, None] < window)
+        p = gl.where(seen, p, 0.0)
+    for_dv = p
+    if DLSE:
+        # A zero row of dO whose lse has a gradient: P is alive, and adds nothing to dV.
+        queries = start + gl.arange(0, BLOCK_M, by_query)
+        row = bh.to(gl.int64) * T_queries + q_base
+        fold = gl.load(do_fold_ptr + row + queries, mask=queries < Tq, other=0.0)
+        for_dv = gl.where((fold == 0.0)[None, :], 0.0, p)
+    e = pow2_exponent(gl.max(for_dv, 1))
+    p8 = _to_operand(for_dv * inverse_exp2_int(e)[:, None], operand)
+    back_v = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(do_tile)
+    shifted = shifted_s.index(stage).load(scores)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = p * (dp * (v_tile * do_tile) - shifted)
+    if MASKED:
+        ds = gl.where(seen, ds, 0.0)
+    if STORE_DS:
+        queries = start + gl.arange(0, BLOCK_M, by_query)
+        at = (bh.to(gl.int64) * T_queries + q_base + queries) * T_keys + k_base
+        inside = (keys < Tk)[:, None] & (queries < Tq)[None, :]
+        gl.store(ds_ptr + (at[None, :] + keys[:, None]), ds, mask=inside)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    e = pow2_exponent(gl.max(gl.abs(ds), 1))
+    back_k = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(q_tile)
+    ds8 = _to_operand(ds * inverse_exp2_int(e)[:, None], operand)
+    dv = _add_product(dv, p8, dot_s.index(stage), back_v)
+    dk = _add_product(dk, ds8, qt_s.index(stage), back_k)
+    mbarrier.arrive(empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def _store(out_ptr, x, first_key, k_base, k_len, D, stride_t):
+    """``x [64, features]`` of the keys of a warpgroup, in rows of whole sectors."""
+    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, coalesced))
+    offs_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, coalesced))
+    at = (k_base + keys).to(gl.int64)[:, None] * stride_t + offs_d[None, :]
+    out = gl.convert_layout(x.to(out_ptr.dtype.element_ty), coalesced)
+    gl.store(out_ptr + at, out, mask=(keys < k_len)[:, None] & (offs_d < D)[None, :])
+
+
+@gluon.jit
+def _consume(
+    w: gl.constexpr, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, k_s, v_s, kv_ready, full, empty,
+    dk_ptr, dv_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
+    ds_ptr, mask_ptr, first, kv, b, h, head, G, lo, full_lo, full_hi, hi, k_base, k_len, k_slot,
+    q_base, q_len, q_slot, offset, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
+    stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
+    DLSE: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """64 keys against every query tile."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+    first_key = first + w * KEYS
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores))
+    position = keys
+    reach = keys
+    if MASK == COMPACT_MASK:
+        position = gl.load(mask_ptr + keys, mask=keys < k_len, other=-1)
+        reach = gl.load(mask_ptr + Tk + keys, mask=keys < k_len, other=0)
+    k_tile = gl.load(k_descale_ptr + kv * slots_k + k_slot + first // 128)
+    v_tile = gl.load(v_descale_ptr + kv * slots_k + k_slot + first // 128)
+    k = k_s.index(w)
+    v = v_s.index(w)
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
+    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
+    mbarrier.wait(kv_ready, 0)
+    i = 0
+    # The ragged end, and the far side of a window.
+    for t in range(hi - full_hi):
+        tile = hi - 1 - t
+        for group in range(G):
+            dk, dv = _step(
+                i, dk, dv, tile * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
+                position, reach, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, full, empty,
+                q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq,
+                slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
+                WINDOW, MASK, SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            )  # fmt: skip
+            i += 1
+    if MASK == 0:
+        for t in range(full_hi - full_lo):
+            tile = full_hi - 1 - t
+            for group in range(G):
+                dk, dv = _step(
+                    i, dk, dv, tile * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
+                    position, reach, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, full, empty,
+                    q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq,
+                    slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
+                    WINDOW, MASK, SOFTCAP, DLSE, False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                )  # fmt: skip
+                i += 1
+    for t in range(full_lo - lo):
+        tile = full_lo - 1 - t
+        for group in range(G):
+            dk, dv = _step(
+                i, dk, dv, tile * BLOCK_M, head + group, k, v, k_tile, v_tile, keys,
+                position, reach, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, full, empty,
+                q_descale_ptr, do_descale_ptr, do_fold_ptr, q_base, q_slot, q_len, k_len, Tq,
+                slots_q, offset, window, softmax_scale, softcap, ds_ptr, Tk, k_base, CAUSAL,
+                WINDOW, MASK, SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            )  # fmt: skip
+            i += 1
+    dv_ptr += b.to(gl.int64) * stride_dvb + h.to(gl.int64) * stride_dvh
+    _store(dv_ptr, dv, first_key, k_base, k_len, Dv, stride_dvt)
+    dk_ptr += b.to(gl.int64) * stride_dkb + h.to(gl.int64) * stride_dkh
+    _store(dk_ptr, dk * softmax_scale, first_key, k_base, k_len, D, stride_dkt)
+
+
+@gluon.jit
+def _attention_bwd_dkdv_hopper_kernel(
+    q_desc, do_desc, qt_desc, dot_desc, lse2_desc, shifted_desc, k_desc, v_desc, dk_ptr, dv_ptr,
+    q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr, ds_ptr, mask_ptr,
+    bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
+    Hkv, G, Tq, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
+    stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_mb,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
+    DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
+    kv = gl.program_id(1)
+    b = kv // Hkv
+    h = kv % Hkv
+    head = kv * G
+    # The first keys have the most causal rows.
+    segment, k_base, k_len, k_slot, first = own_segment(
+        gl.program_id(0), Tk, cu_k_ptr, segment_k_ptr, 128, PACKED
+    )
+    q_base, q_len, q_slot = segment_of(segment, Tq, cu_q_ptr, PACKED)
+    offset = k_len - q_len
+    if MASK != 0:
+        mask_ptr += b.to(gl.int64) * stride_mb
+        offset = gl.load(mask_ptr + 2 * Tk)
+        bounds_ptr += (b * slots_k + first // 128) * 2
+    lo, full_lo, full_hi, hi = query_tiles(
+        first, q_len, k_len, offset, window, bounds_ptr, CAUSAL, WINDOW, MASK, BLOCK_M, 128
+    )
+    if first >= k_len:  # an unused slot: nothing to visit, nothing to store
+        hi = lo
+        full_lo = lo
+        full_hi = lo
+    F8: gl.constexpr = gl.float8e4nv
+    k_s = gl.allocate_shared_memory(F8, [2, KEYS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(F8, [2, KEYS, BLOCK_D], v_desc.layout)
+    q_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_M, BLOCK_D], do_desc.layout)
+    qt_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_D, BLOCK_M], qt_desc.layout)
+    dot_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_D, BLOCK_M], dot_desc.layout)
+    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_desc.layout)
+    shifted_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], shifted_desc.layout)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize([
+        (_consume, (
+            0, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, k_s, v_s, kv_ready, full, empty, dk_ptr,
+            dv_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
+            ds_ptr, mask_ptr, first, kv, b, h, head, G, lo, full_lo, full_hi, hi, k_base, k_len,
+            k_slot, q_base, q_len, q_slot, offset, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale,
+            softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+        )),
+        (_consume, (
+            1, q_s, do_s, qt_s, dot_s, lse2_s, shifted_s, k_s, v_s, kv_ready, full, empty, dk_ptr,
+            dv_ptr, q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr,
+            ds_ptr, mask_ptr, first, kv, b, h, head, G, lo, full_lo, full_hi, hi, k_base, k_len,
+            k_slot, q_base, q_len, q_slot, offset, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale,
+            softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+        )),
+        (_produce, (
+            q_desc, do_desc, qt_desc, dot_desc, lse2_desc, shifted_desc, k_desc, v_desc, q_s, do_s,
+            qt_s, dot_s, lse2_s, shifted_s, k_s, v_s, kv_ready, full, empty, kv * Tk + k_base + first,
+            head, G, lo, hi, Tq, q_base, q_slot, D_padded, D_padded_v, BLOCK_D, BLOCK_M, STAGES,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def _rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of a payload ``[B, H, T, D padded]`` or a statistic ``[B, H, T]``."""
+    D = x.shape[-1]
+    if x.dtype == torch.float32:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        return TensorDescriptor(
+            x, [x.shape[0] * x.shape[1], D], [x.stride(1), 1], [1, rows], layout
+        )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    return TensorDescriptor(x, [x.numel() // D, D], [D, 1], [rows, BLOCK_D], layout)
+
+
+def _columns(x: Tensor) -> TensorDescriptor:
+    """Tiles of a transposed copy ``[B, H, D padded, tokens]``."""
+    T = x.shape[-1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+    return TensorDescriptor(x, [x.numel() // T, T], [T, 1], [BLOCK_D, BLOCK_M], layout)
+
+
+def dkdv_hopper(
+    x: Problem,
+    queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    stats: tuple[Tensor, Tensor],
+    descales: tuple[Tensor, Tensor, Tensor, Tensor],
+    do_fold: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    ds: Tensor | None,
+    bounds: Tensor | None,
+    *,
+    has_dlse: bool,
+) -> None:
+    """Fill ``dk``, ``dv`` (and ``ds``).
+
+    Args:
+        queries: payloads of q and do, transposed copies of q and do.
+        keys: payloads of k and v.
+        stats: ``lse2``, ``δ − dlse``: rows padded to 16 bytes.
+        descales: of q, do, k, v, one per slot.
+        do_fold: ``[B, Hq, Tq]``, with a gradient of lse.
+    """
+    q8, do8, qt, do_t = queries
+    lse2, shifted = stats
+    flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
+    _attention_bwd_dkdv_hopper_kernel[(x.pack_k.slots, x.B * x.Hkv)](
+        _rows(q8, BLOCK_M), _rows(do8, BLOCK_M), _columns(qt), _columns(do_t),
+        _rows(lse2, BLOCK_M), _rows(shifted, BLOCK_M), *(_rows(t, KEYS.value) for t in keys), dk,
+        dv, *descales, do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
+        x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
+        x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
+        *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
+        STORE_DS=ds is not None, BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M,
+        STAGES=4, num_warps=4, **flags,
+    )  # fmt: skip
