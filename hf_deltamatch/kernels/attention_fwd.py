@@ -84,7 +84,9 @@ def _fwd_tile_fp8(
             offs_m[:, None], offs_n[None, :], Tq, Tk, offset, window, mask_ptr, stride_mq,
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
-        s = tl.where(seen, s, float("-inf"))
+        # After the scaling: −inf · NaN would carry a poisoned descale to rows that see none of it.
+        s = tl.where(seen, s * c, float("-inf"))
+        c = 1.0
     m_new = tl.maximum(m, tl.max(s, 1) * c)
     # A row that has seen nothing yet has no maximum; 0 stands in and P = 0 whatever it is.
     top = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -21,6 +21,11 @@ def _warps(block: int) -> int:
     return 8 if block >= 128 else 4
 
 
+def _registers(block: int) -> int | None:
+    """A limit that lets two programs share a multiprocessor, which hides one's waits."""
+    return 128 if block == 128 and not SOFT_CAST else None
+
+
 def _columns_of(payload: Tensor, slots: int) -> Tensor:
     """Room for the transposed copy of a payload."""
     B, H, _, D_padded = payload.shape
@@ -114,7 +119,7 @@ def quantize_do(
         lse, lse2, None if matched else o, dlse, delta, shifted, x.Hq, x.Tq, x.Tk, pack.slots, x.Dv,
         do8.shape[3], *do.stride(), *_state_strides(state, x.B, x.Hq, x.Tq), *o.stride(),
         TILE=x.tile, GIVEN=given, POW2=x.pow2, STALE=x.recipe.delta == "stale", BLOCK_DV=x.BLOCK_DV,
-        SOFT_CAST=SOFT_CAST, num_warps=_warps(x.BLOCK_DV),
+        SOFT_CAST=SOFT_CAST, num_warps=_warps(x.BLOCK_DV), maxnreg=_registers(x.BLOCK_DV),
     )  # fmt: skip
     return do8, dod, do_t, fold, lse2, shifted
 

@@ -240,14 +240,16 @@ def _quantize_do_kernel(
     if first >= length:
         return
     _, other, _ = segment_of(segment, T_keys, cu_k_ptr, PACKED)
-    offs_t, do, do_fp8, fold = _quantize_slot(
+    # Asked for before the tile, or its way from memory would be waited for at the end.
+    offs_t = first + _slot_tokens()
+    inside = offs_t < length
+    row = bh.to(tl.int64) * T + base + offs_t
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    _, do, do_fp8, fold = _quantize_slot(
         do_ptr, do_fp8_ptr, descale_ptr, fold_ptr, do_t_ptr, state_ptr, hide, slot, bh, H, T, base,
         length, first, other, Dv, D_PADDED_V, slots, stride_dob, stride_doh, stride_dot, stride_dod,
         stride_sb, stride_sh, TILE, GIVEN, POW2, True, BLOCK_DV, SOFT_CAST,
     )  # fmt: skip
-    inside = offs_t < length
-    row = bh.to(tl.int64) * T + base + offs_t
-    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
     tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:
