@@ -141,7 +141,9 @@ class AttentionRecipe(_Recipe):
     strictly causal) or ``mx`` (32 elements along the contraction, E8M0). What other tokens may
     change: nothing under ``1xD``; under ``128xD`` only elements more than 2**14 below the largest
     of their tile, never across packed sequences or from padding; under ``mx`` the same within 32
-    neighbouring tokens, across packed sequences too where a boolean mask separates them."""
+    neighbouring tokens, across packed sequences too where a boolean mask separates them. The kernels
+    multiply ``mx`` by block-scaled FP8 instructions where the device has them (Blackwell), elsewhere
+    in BF16 with the same values: slower there than the other blocks."""
 
     descale: str = "pow2"
     """``pow2`` (exact to fold) or ``fp32``. ``fp32`` needs ``1xD``, or ``128xD`` without a causal

@@ -4,7 +4,8 @@ takes its target once per process and must not be told to interpret.
     python tests/compile_kernels.py 90 '[{"D": 128}, {"D": 64, "mask": "packed", "attention": false}]'
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
-around it are compiled, which is quick. Prints one JSON object per line: the kernel, its shared memory, and how often its PTX multiplies FP8.
+around it are compiled, which is quick. Prints one JSON object per line: the kernel, its shared and
+tensor memory, and how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 FP8_PRODUCT = re.compile(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*(e4m3|f8f6f4)")
+SCALED_PRODUCT = re.compile(r"(mma\.sync|tcgen05\.mma)\S*kind::mxf8f6f4\S*block_scale")
 ANY_PRODUCT = re.compile(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*", re.M)
 
 
@@ -47,7 +49,7 @@ def main(capability: int, cases: list[dict]) -> None:
         if self.__name__.startswith("_attention") and not case.get("attention", True):
             return None
         kernel = plain(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append((self.__name__, kernel))
+        compiled.append((self.__name__, kwargs.get("MX", False), kernel))
         return kernel
 
     JITFunction.run = compile_only
@@ -81,13 +83,16 @@ def main(capability: int, cases: list[dict]) -> None:
         x = attention_kernels.problem(q.shape, k.shape, Dv, q.device, **options)
         dlse = torch.zeros(1, case["Hq"], T) if case.get("dlse") else None
         attention.attention_bwd(zeros(case["Hq"], Dv), dlse, fwd, x)
-    for name, kernel in compiled:
+    for name, mx, kernel in compiled:
         ptx = kernel.asm["ptx"]
         facts = {
             "kernel": name,
+            "mx": mx,
             "shared": kernel.metadata.shared,
+            "tensor_memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
             "products": len(ANY_PRODUCT.findall(ptx)),
             "fp8_products": len(FP8_PRODUCT.findall(ptx)),
+            "scaled_products": len(SCALED_PRODUCT.findall(ptx)),
         }
         print(json.dumps(facts))
 

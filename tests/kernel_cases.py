@@ -20,6 +20,26 @@ FWD = kernels.Forward._fields
 BWD = ("dq", "dk", "dv", "dsinks", "delta")
 
 
+def on(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DEVICE)
+
+
+def holes(heads: int = 1) -> torch.Tensor:
+    return on(torch.rand(1, heads, 150, 150, generator=torch.Generator().manual_seed(1)) > 0.3)
+
+
+def compact(T: int, padding: int, window: int = 2**31 - 1) -> torch.Tensor:
+    """Left padding, as ``[B, 3, 1, Tk]``."""
+    position = torch.arange(T, dtype=torch.int32)
+    position[:padding] = -1
+    rows = torch.stack([position, torch.full_like(position, window), torch.zeros_like(position)])
+    return on(rows[None, :, None])
+
+
+def segments(*ends: int) -> torch.Tensor:
+    return on(torch.tensor([0, *ends], dtype=torch.int32))
+
+
 class Call(NamedTuple):
     """Inputs ``BHTD`` stored as ``BTHD``, as models send them, and the options of the ops."""
 
@@ -71,7 +91,9 @@ def through_kernels(c: Call, **debug: bool) -> tuple[kernels.Forward, kernels.Ba
 
 def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
     """The reference with the tiles of the kernels."""
-    forward, backward = attention_kernels.reference_blocks(c.q.shape[-1], c.v.shape[-1], c.q.device)
+    forward, backward = attention_kernels.reference_blocks(
+        c.q.shape[-1], c.v.shape[-1], c.q.device, c.options["recipe"].block
+    )
     fwd = reference.attention_fwd(c.q, c.k, c.v, **c.options, **forward)
     bwd = reference.attention_bwd(c.do, c.dlse, fwd, None, **c.options, **backward)
     return fwd, bwd
@@ -110,6 +132,8 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
                 x.view(torch.uint8).fill_(0x7F)
             elif x.dtype.is_floating_point:
                 x.fill_(float("nan"))
+            elif x.dtype == torch.uint8:
+                x.fill_(255)
             elif x.dtype == torch.int32:
                 x.fill_(2**30)
             return x

@@ -20,9 +20,13 @@ from kernel_cases import (  # noqa: E402
     BWD,
     DEVICE,
     FWD,
+    compact,
     difference,
+    holes,
     make_call,
+    on,
     poison_empty,
+    segments,
     through_kernels,
     through_reference,
 )
@@ -31,26 +35,6 @@ from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
 ON_GPU = DEVICE.type == "cuda"
 S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
-
-
-def on(x: torch.Tensor) -> torch.Tensor:
-    return x.to(DEVICE)
-
-
-def holes(heads: int = 1) -> torch.Tensor:
-    return on(torch.rand(1, heads, 150, 150, generator=torch.Generator().manual_seed(1)) > 0.3)
-
-
-def compact(T: int, padding: int, window: int = 2**31 - 1) -> torch.Tensor:
-    """Left padding, as ``[B, 3, 1, Tk]``."""
-    position = torch.arange(T, dtype=torch.int32)
-    position[:padding] = -1
-    rows = torch.stack([position, torch.full_like(position, window), torch.zeros_like(position)])
-    return on(rows[None, :, None])
-
-
-def segments(*ends: int) -> torch.Tensor:
-    return on(torch.tensor([0, *ends], dtype=torch.int32))
 
 
 SINKS = torch.tensor([0.5, -1.0])

@@ -1,5 +1,5 @@
-"""The kernels compile for every capability of the table, fit its shared memory, and multiply in FP8
-only. Needs no GPU: Triton brings its assembler."""
+"""The kernels compile for every capability of the table, fit its shared and tensor memory, and multiply
+in FP8 only (``mx``: where its products are native). Needs no GPU: Triton brings its assembler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from hf_deltamatch.kernels import CAPABILITIES, NO_BOOLEAN_MASK, SMALL_SHARED_MEMORY  # noqa: E402
+from hf_deltamatch.kernels import (  # noqa: E402
+    CAPABILITIES,
+    NATIVE_MX,
+    NO_BOOLEAN_MASK,
+    SMALL_SHARED_MEMORY,
+)
 
 pytestmark = pytest.mark.slow
 CASES = [
@@ -34,17 +39,33 @@ QUANTISERS = [
         ("packed", {"block": "1xD", "project_row_sum": True}),
     )
 ]
+
+
+def mx(D: int, do_format: str = "e4m3", **case) -> dict:
+    return {"D": D, "fields": {"block": "mx", "do_format": do_format}, **case}
+
+
+MX = [
+    mx(128),
+    mx(32, is_causal=False),
+    mx(96, "e5m2", window=64, softcap=20.0),
+    mx(64, mask="bool"),
+]
+MX += [
+    {**case, "fields": {**case["fields"], "block": "mx"}} for case in QUANTISERS if case["D"] != 64
+]
+MX_LARGE = [mx(256, mask="bool"), mx(192, Dv=128, mask="bool")]
 LARGE = [{"D": 256}, {"D": 192, "Dv": 128, "is_causal": False}]
 # Bytes a block can use, from NVIDIA's table of compute capabilities.
 SMALL_BYTES, LARGE_BYTES = 99 * 1024, 227 * 1024
+TENSOR_COLUMNS = 512
+EACH_CAPABILITY = pytest.mark.parametrize(
+    "capability", sorted({c for c in CAPABILITIES if c != (10, 3)})
+)
 
 
-@pytest.mark.parametrize("capability", sorted({c for c in CAPABILITIES if c != (10, 3)}))
-def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
-    small = capability in SMALL_SHARED_MEMORY
-    cases = CASES + (LARGE if not small else [])
-    cases += QUANTISERS
-    cases += BOOLEAN if capability not in NO_BOOLEAN_MASK else []
+def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) -> list[dict]:
+    """Attention kernels of the cases; all kernels fit the memory."""
     script = Path(__file__).parent / "compile_kernels.py"
     root = str(script.parent.parent)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -55,10 +76,28 @@ def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    limit = SMALL_BYTES if capability in SMALL_SHARED_MEMORY else LARGE_BYTES
+    for kernel in kernels:
+        assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
     # Forward, δ, dQ and dK/dV of every case.
     assert len(attention) >= 4 * sum(case.get("attention", True) for case in cases)
-    for kernel in kernels:
-        assert kernel["shared"] <= (SMALL_BYTES if small else LARGE_BYTES), kernel
-    for kernel in attention:
+    return attention
+
+
+@EACH_CAPABILITY
+def test_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
+    cases = CASES + QUANTISERS + (LARGE if capability not in SMALL_SHARED_MEMORY else [])
+    cases += BOOLEAN if capability not in NO_BOOLEAN_MASK else []
+    for kernel in compile_for(capability, cases, tmp_path):
         assert kernel["products"] == kernel["fp8_products"] > 0, kernel
+
+
+@EACH_CAPABILITY
+def test_mx_kernels_compile(capability: tuple[int, int], tmp_path: Path) -> None:
+    """On 10.x and 12.0 every product is a block-scaled FP8 instruction, before that none is."""
+    cases = MX + (MX_LARGE if capability not in SMALL_SHARED_MEMORY else [])
+    for kernel in compile_for(capability, cases, tmp_path):
+        assert kernel["mx"] and kernel["products"] > 0, kernel
+        native = kernel["products"] if capability in NATIVE_MX else 0
+        assert kernel["scaled_products"] == native, kernel

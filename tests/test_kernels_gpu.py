@@ -72,6 +72,13 @@ GRID = [
     if not (mode == "packed" and (shape.B > 1 or shape.Tq != shape.Tk))
     if not (dtype == torch.float32 and block == "1xD")
 ]
+GRID += [
+    (SHAPES[i], mode, "mx", torch.bfloat16)
+    for i, mode in [
+        (0, "causal"), (0, "bool"), (0, "padded"), (1, "packed"), (1, "window"), (1, "full"),
+        (2, "softcap"), (3, "causal"), (4, "bool"), (5, "full"), (6, "causal"),
+    ]
+] + [(SHAPES[4], "window", "mx", torch.float32)]  # fmt: skip
 
 
 def grid_id(case: tuple) -> str:
@@ -177,7 +184,7 @@ def test_causality() -> None:
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("block", ["128xD", "1xD"])
+@pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str, D: int) -> None:
     """One bad token: non-finite just where the reference's results are."""
@@ -196,7 +203,7 @@ def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str,
         assert difference(a[~bad], b[~must]) < 1.5e-2
 
 
-@pytest.mark.parametrize("block", ["128xD", "1xD"])
+@pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_extremes(block: str, D: int) -> None:
     """Zero tokens, one huge outlier, logits of ±120, magnitudes of 1e-30: finite, as the reference."""

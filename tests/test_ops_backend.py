@@ -88,6 +88,11 @@ def test_explain_by_capability(monkeypatch) -> None:
             AttentionRecipe.from_name("delta_matching"), (64, 64), 1.0, CUDA, boolean_mask=True
         )
         assert (boolean is not None) == (capability in kernels.NO_BOOLEAN_MASK)
+        mx = kernels.unsupported_attention(
+            AttentionRecipe.from_name("delta_matching", block="mx"), (64, 64), 1.0, CUDA,
+            boolean_mask=True,
+        )  # fmt: skip
+        assert mx is None
     for capability in ((7, 5), (8, 0), (8, 6), (11, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
         chosen, reason = explain("attention", CUDA)
@@ -99,7 +104,6 @@ def test_explain_by_capability(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "fields,options,part",
     [
-        (dict(block="mx"), {}, "'mx'"),
         (dict(quantize=False), {}, "does not quantise"),
         ({}, dict(softmax_scale=-1.0), "positive"),
         ({}, dict(head_dims=(64, 512)), "above 256"),

@@ -20,13 +20,21 @@ CAPABILITIES: dict[tuple[int, int], str] = {
     (12, 0): "Blackwell",
 }
 """Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0; the others run the
-same kernels with tiles that fit their shared memory, and have not been run."""
+same kernels with tiles that fit their shared memory, and have not been run. Block ``mx`` multiplies
+by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emulated in BF16 before."""
+
+NATIVE_MX = ((10, 0), (10, 3), (12, 0))
+"""Where every product of block ``mx`` is a block-scaled FP8 instruction."""
 
 SMALL_SHARED_MEMORY = ((8, 9), (12, 0))
 """About 100 KB a block: head dimensions above 128 do not fit."""
 
+TENSOR_MEMORY = ((10, 0), (10, 3))
+"""Block-scaled products read their codes from tensor memory, and take 128 rows."""
+
 NO_BOOLEAN_MASK = ((10, 0), (10, 3))
-"""Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these."""
+"""Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these, except that of
+``mx``."""
 
 OPS = ("attention",)
 """Ops that have kernels."""
@@ -58,6 +66,18 @@ def interpreted() -> bool:
 @functools.cache
 def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def interprets_scaled_products() -> bool:
+    """Whether this Triton's interpreter knows ``tl.dot_scaled`` (3.6's does not, 3.9's is exact)."""
+    return triton_version() >= (3, 9)
+
+
+def triton_version() -> tuple[int, int]:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def missing(op: str, device: torch.device) -> str | None:
@@ -106,12 +126,15 @@ def unsupported_attention(
     """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
-    if recipe.block == "mx":
-        return "block 'mx' needs native block-scaled products; use '128xD' or '1xD'"
+    if recipe.block == "mx" and device.type == "cpu" and not interprets_scaled_products():
+        return (
+            f"block 'mx' multiplies by tl.dot_scaled, which the interpreter of Triton "
+            f"{triton_version()[0]}.{triton_version()[1]} does not know (3.9 does); use '128xD'"
+        )
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
     capability = capability_of(device)
-    if capability in NO_BOOLEAN_MASK and boolean_mask:
+    if capability in NO_BOOLEAN_MASK and boolean_mask and recipe.block != "mx":
         return "boolean masks do not compile for this device; use the compact mask or is_causal"
     if capability in SMALL_SHARED_MEMORY and max(head_dims) > 128:
         return f"head dimensions {head_dims} are above 128, which does not fit this device"

@@ -7,6 +7,8 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * forward, temporary: D of transposed V;
 * backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
   dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
+
+Block ``mx`` has launchers of its own: ``attention_mx_launch``.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
-from hf_deltamatch.kernels.attention_problem import Problem
+from hf_deltamatch.kernels.attention_problem import Problem, saved_views
 from hf_deltamatch.kernels.attention_rows import _mean_key_kernel
 
 
 class Forward(NamedTuple):
     """``o [B, Hq, Tq, Dv]`` stored as ``BTHD``; ``lse [B, Hq, Tq]``; payloads ``[B, H, T, D]`` in
-    rows of a multiple of 16 bytes; descales ``[B, H, slots]`` or ``[B, H, T]``."""
+    rows of a multiple of 16 bytes; descales ``[B, H, slots]`` or ``[B, H, T]``, or for ``mx`` uint8
+    E8M0 codes ``[B, H, T, ceil(D / 32)]``."""
 
     o: Tensor
     lse: Tensor
@@ -81,10 +84,6 @@ def _whole_rows(x: Tensor) -> Tensor:
     return x.as_strided((B, H, T, stride), (H * T * stride, T * stride, stride, 1))
 
 
-def _without_padding(x: Tensor, D: int) -> Tensor:
-    return x if x.shape[3] == D else x[..., :D]
-
-
 def _like_bthd(B: int, H: int, T: int, D: int, dtype: torch.dtype, device) -> Tensor:
     return torch.empty(B, T, H, D, dtype=dtype, device=device).transpose(1, 2)
 
@@ -100,12 +99,20 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     saved = {which: x.empty_operand(which) for which in "qkv"}
     (q8, qd), (k8, kd), (v8, vd) = saved.values()
     result = Forward(
-        o, lse, _without_padding(q8, x.D), qd, _without_padding(k8, x.D), kd,
-        _without_padding(v8, x.Dv), vd,
-    )  # fmt: skip
+        o,
+        lse,
+        *saved_views(q8, qd, x.D, x.recipe.block),
+        *saved_views(k8, kd, x.D, x.recipe.block),
+        *saved_views(v8, vd, x.Dv, x.recipe.block),
+    )
     if lse.numel() == 0 or x.Tk == 0 or x.Dv == 0:
         lse.fill_(float("-inf"))
         o.zero_()
+        return result
+    if x.recipe.block == "mx":
+        from hf_deltamatch.kernels import attention_mx_launch
+
+        attention_mx_launch.forward(q, k, v, x, saved, o, lse)
         return result
     vt, v_fold = quantize_qkv(q, k, v, saved, x)
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
@@ -153,6 +160,13 @@ def attention_bwd(
             t.zero_()
         dsinks = delta.new_zeros(0 if x.sinks is None else x.Hq)
         return Backward(dq, dk, dv, dsinks, delta, sums, ds, None)
+    if x.recipe.block == "mx":
+        from hf_deltamatch.kernels import attention_mx_launch
+
+        attention_mx_launch.backward(do, dlse, saved, x, (dq, dk, dv), delta, sums, ds)
+        ds_sink = _ds_sink(x, saved.lse, delta, dlse)
+        dsinks = delta.new_empty(0) if ds_sink is None else ds_sink.sum((0, 2))
+        return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
     rule = x.recipe.delta

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, capability_of
+from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, TENSOR_MEMORY, capability_of
 
 
 class Config(NamedTuple):
@@ -75,3 +75,25 @@ def dkdv_configs(
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]
     return [(Config(64, 64, 8, 2), True, True)]
+
+
+def _is_native(device: torch.device) -> bool:
+    return capability_of(device) in TENSOR_MEMORY
+
+
+def mx_fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
+    """``mx``: what compiles and fits, not measured."""
+    return Config(128 if _is_native(device) else 64, 64, 4, 2)
+
+
+mx_delta_config = mx_dq_config = mx_fwd_config
+
+
+def mx_dkdv_configs(
+    BLOCK_D: int, BLOCK_DV: int, device: torch.device
+) -> list[tuple[Config, bool, bool]]:
+    """A launch each where both gradients do not fit the tensor memory (or the registers)."""
+    c = Config(64, 128 if _is_native(device) else 64, 4, 2)
+    if BLOCK_D + BLOCK_DV > 256:
+        return [(c, True, False), (c, False, True)]
+    return [(c, True, True)]

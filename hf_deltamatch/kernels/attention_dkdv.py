@@ -5,7 +5,10 @@ r"""FP8 attention backward by keys: dK and dV, all query heads of a key head in 
 One kernel, for both or for one of them (``DK``, ``DV``): apart they need a product more, but fit the
 registers of more programs. Works on Sᵀ, so that a power of two per key × query tile is a row of the
 register operand and leaves the product. δ comes from the query-row kernel; that it still matches
-here is what the row sums of the debug store show. Reference: ``reference.attention_bwd`` with ``block_m = BLOCK_M``.
+here is what the row sums of the debug store show. Reference: ``reference.attention_bwd`` with
+``block_m = BLOCK_M``.
+
+``MX``: descales are E8M0 codes, and the transposed copies have their own; see ``attention_mx``.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
+from hf_deltamatch.kernels.attention_mx import dkdv_tile_mx
 from hf_deltamatch.kernels.casts import (
     cast_e4m3,
     exp2_int,
@@ -29,10 +32,44 @@ from hf_deltamatch.kernels.geometry import (
     segment_of,
     visible,
 )
+from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
+from hf_deltamatch.kernels.quantize_mx import row_codes
 
 
 @triton.jit
 def _dkdv_tile(
+    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+    q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
+    q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
+    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    qt_code_ptr, dot_code_ptr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
+    STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SOFT_CAST: tl.constexpr, MX: tl.constexpr,
+):  # fmt: skip
+    if MX:
+        return dkdv_tile_mx(
+            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            q_descale_ptr, do_descale_ptr, qt_code_ptr, dot_code_ptr, q_fold_ptr, do_fold_ptr,
+            lse2_ptr, shifted_ptr, head, q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded,
+            D_padded_v, slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk,
+            softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat, CAUSAL, WINDOW, MASK,
+            SOFTCAP, GROUPED, MASKED, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
+        )  # fmt: skip
+    else:
+        return _dkdv_tile_fp8(
+            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
+            q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window,
+            mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys,
+            k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, MASKED,
+            STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dkdv_tile_fp8(
     i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
     q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
@@ -141,6 +178,7 @@ def _attention_bwd_dkdv_kernel(
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
+    qt_code_ptr=None, dot_code_ptr=None, MX: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)  # the first keys have the most causal rows
     bh = tl.program_id(1)
@@ -167,7 +205,11 @@ def _attention_bwd_dkdv_kernel(
     token = bh * Tk + k_base + first
     k = k_desc.load([token, 0])
     v = v_desc.load([token, 0])
-    if TILE:
+    if MX:
+        at = bh.to(tl.int64) * Tk + k_base + offs_n
+        k_row = row_codes(k_descale_ptr, at, keys, BLOCK_D // 32)
+        v_row = row_codes(v_descale_ptr, at, keys, BLOCK_DV // 32)
+    elif TILE:
         k_row = tl.load(k_descale_ptr + bh * slots_k + k_slot + first // 128)
         v_row = tl.load(v_descale_ptr + bh * slots_k + k_slot + first // 128)
     else:
@@ -182,8 +224,8 @@ def _attention_bwd_dkdv_kernel(
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
             q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, Tk, k_base,
-            stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV,
-            BLOCK_M, SOFT_CAST,
+            stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
+            GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, G * (full_hi - full_lo), num_stages=STAGES):
@@ -192,10 +234,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
-                GROUPED,
-                False, STORE_DS, DK, DV,
-            BLOCK_M, SOFT_CAST,
+                softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
+                MASK, SOFTCAP, DLSE, TILE, GROUPED, False, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
             )  # fmt: skip
         # The ragged end, and the far side of a window.
         for i in tl.range(0, G * (hi - full_hi), num_stages=STAGES):
@@ -204,10 +244,8 @@ def _attention_bwd_dkdv_kernel(
                 dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
                 shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
-                GROUPED,
-                True, STORE_DS, DK, DV,
-            BLOCK_M, SOFT_CAST,
+                softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
+                MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
             )  # fmt: skip
     if DK:
         offs_d = tl.arange(0, BLOCK_D)

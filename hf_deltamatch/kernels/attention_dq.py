@@ -6,7 +6,8 @@ r"""FP8 attention backward by query rows: the matched δ, and dQ.
 
 The δ pass and the dQ pass are one kernel with a switch: both recompute P and dP by the same
 instructions from the same FP8 operands, which is what makes δ match. dS is cast with a power of two
-per query row × key tile, which leaves the product. Reference: ``reference.attention_bwd``.
+per query row × key tile, which leaves the product. ``MX``: descales are E8M0 codes, those of Kᵀ in
+place of the fold; see ``attention_mx``. Reference: ``reference.attention_bwd``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
+from hf_deltamatch.kernels.attention_mx import dq_tile_mx
 from hf_deltamatch.kernels.casts import (
     cast_e4m3,
     exp2_int,
@@ -30,10 +31,40 @@ from hf_deltamatch.kernels.geometry import (
     segment_of,
     visible,
 )
+from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
+from hf_deltamatch.kernels.quantize_mx import row_codes
 
 
 @triton.jit
 def _dq_tile(
+    n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
+    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PROJECT: tl.constexpr,
+    ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+    MX: tl.constexpr,
+):  # fmt: skip
+    if MX:
+        return dq_tile_mx(
+            n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+            k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset,
+            window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+            CAUSAL, WINDOW, MASK, SOFTCAP, MASKED, DELTA, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N,
+            SOFT_CAST,
+        )  # fmt: skip
+    else:
+        return _dq_tile_fp8(
+            n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+            k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset,
+            window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+            CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, DELTA, PROJECT, ROW_SUMS, STORE_DS,
+            BLOCK_N, SOFT_CAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dq_tile_fp8(
     n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
     k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
     mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
@@ -121,7 +152,7 @@ def _attention_bwd_dq_kernel(
     SINKS: tl.constexpr, DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     DELTA: tl.constexpr, PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
+    SOFT_CAST: tl.constexpr, MX: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
     bh = tl.program_id(1)
@@ -149,7 +180,15 @@ def _attention_bwd_dq_kernel(
     stat = bh.to(tl.int64) * stride_stat + q_slot * 128
     q = q_desc.load([bh * Tq + q_base + first, 0])
     do = do_desc.load([bh * Tq + q_base + first, 0])
-    if TILE:
+    if MX:
+        COLUMNS: tl.constexpr = q.shape[1] // 32
+        COLUMNS_V: tl.constexpr = do.shape[1] // 32
+        q_row = row_codes(q_descale_ptr, row + offs_m, rows, COLUMNS)
+        do_row = row_codes(do_descale_ptr, row + offs_m, rows, COLUMNS_V)
+        k_descale_ptr += (kv.to(tl.int64) * Tk + k_base) * COLUMNS
+        v_descale_ptr += (kv.to(tl.int64) * Tk + k_base) * COLUMNS_V
+        k_fold_ptr += (kv * slots_k + k_slot).to(tl.int64) * (4 * (BLOCK_D + 16))
+    elif TILE:
         q_row = tl.load(q_descale_ptr + bh * slots_q + q_slot + first // 128)
         do_row = tl.load(do_descale_ptr + bh * slots_q + q_slot + first // 128)
         k_descale_ptr += kv * slots_k + k_slot
@@ -181,7 +220,7 @@ def _attention_bwd_dq_kernel(
             kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, q_len,
             k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr,
             Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA, PROJECT, ROW_SUMS,
-            STORE_DS, BLOCK_N, SOFT_CAST,
+            STORE_DS, BLOCK_N, SOFT_CAST, MX,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
@@ -190,7 +229,7 @@ def _attention_bwd_dq_kernel(
                 v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
                 offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, False, DELTA,
-                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST,
+                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
@@ -199,7 +238,7 @@ def _attention_bwd_dq_kernel(
                 v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
                 offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA,
-                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST,
+                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if DELTA:
         if SINKS:

@@ -9,6 +9,7 @@ short accumulators never see a long contraction. Reference: ``reference.attentio
 
 ``TILE``: one descale per 128 tokens, applied to the result of a product. Otherwise one per token;
 that of V rides in the exponent of P under a running maximum of its own (``r``, relative to m).
+``MX``: descales are E8M0 codes; see ``attention_mx``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_deltamatch.kernels.attention_mx import fwd_tile_mx
 from hf_deltamatch.kernels.casts import cast_e4m3, regroup_rows
 from hf_deltamatch.kernels.geometry import (
     COMPACT_MASK,
@@ -24,25 +26,34 @@ from hf_deltamatch.kernels.geometry import (
     segment_of,
     visible,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def tanh(x):
-    """By exp2; absolute error about 1e-7, which is all that logits need."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
-
-
-@triton.jit
-def positive(c):
-    """A factor of logits, kept above zero so that −inf · c stays −inf; NaN stays NaN."""
-    return tl.where(c == 0.0, 1.1754943508222875e-38, c)
+from hf_deltamatch.kernels.logits import LN2, LOG2E, positive, tanh
+from hf_deltamatch.kernels.quantize_mx import row_codes
 
 
 @triton.jit
 def _fwd_tile(
+    n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
+    offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+    MX: tl.constexpr,
+):  # fmt: skip
+    if MX:
+        return fwd_tile_mx(
+            n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
+            k_slot, offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
+            softcap, CAUSAL, WINDOW, MASK, SOFTCAP, MASKED, BLOCK_N, SOFT_CAST,
+        )  # fmt: skip
+    else:
+        return _fwd_tile_fp8(
+            n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
+            k_slot, offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
+            softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, BLOCK_N, SOFT_CAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fwd_tile_fp8(
     n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
     offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -113,6 +124,7 @@ def _attention_fwd_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
+    MX: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
     bh = tl.program_id(1)
@@ -136,7 +148,13 @@ def _attention_fwd_kernel(
     )
     offs_m = first + tl.arange(0, BLOCK_M)
     q = q_desc.load([bh * Tq + q_base + first, 0])
-    if TILE:
+    if MX:
+        COLUMNS: tl.constexpr = q.shape[1] // 32
+        row = bh.to(tl.int64) * Tq + q_base
+        q_row = row_codes(q_descale_ptr, row + offs_m, offs_m < q_len, COLUMNS)
+        k_descale_ptr += (kv.to(tl.int64) * Tk + k_base) * COLUMNS
+        v_descale_ptr += (kv * slots_k + k_slot).to(tl.int64) * (4 * (BLOCK_DV + 16))
+    elif TILE:
         q_row = tl.load(q_descale_ptr + bh * slots_q + q_slot + first // 128)
         k_descale_ptr += kv * slots_k + k_slot
         v_descale_ptr += kv * slots_k + k_slot
@@ -157,7 +175,7 @@ def _attention_fwd_kernel(
             hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr,
             k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
             stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, BLOCK_N,
-            SOFT_CAST,
+            SOFT_CAST, MX,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
@@ -165,7 +183,7 @@ def _attention_fwd_kernel(
                 full_hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
-                SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST,
+                SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
@@ -173,12 +191,12 @@ def _attention_fwd_kernel(
                 full_lo - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
-                SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST,
+                SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if TILE:
         l = l * 0.00390625  # 2⁻⁸, which P carries
         acc = acc * 0.00390625
-    else:
+    elif not MX:
         acc = acc * tl.exp2(tl.where(r == float("-inf"), 0.0, r) - 8.0)[:, None]
     seen = (l > 0.0) | (l != l)
     m = tl.where(m == float("-inf"), 0.0, m)

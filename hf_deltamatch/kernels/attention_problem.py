@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_deltamatch.formats import FORMATS, TOKENS_PER_TILE
+from hf_deltamatch.formats import FORMATS, MX_BLOCK, TOKENS_PER_TILE
 from hf_deltamatch.kernels.geometry import _bounds_kernel
-from hf_deltamatch.kernels.launch import SOFT_CAST, feature_block, packings, padded_features
+from hf_deltamatch.kernels.launch import (
+    SOFT_CAST,
+    code_columns,
+    feature_block,
+    packings,
+    padded_features,
+)
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -122,6 +128,13 @@ class Problem:
         return empty_operand(self.B, H, T, D, which, self.recipe, self.tile, self.cu_q, self.device)
 
 
+def saved_views(payload: Tensor, descale: Tensor, D: int, block: str) -> tuple[Tensor, Tensor]:
+    """What the ops return of the buffers of an operand, without the padding of their rows."""
+    if block == "mx":
+        descale = descale[..., : -(-D // MX_BLOCK)]
+    return payload if payload.shape[-1] == D else payload[..., :D], descale
+
+
 def empty_operand(
     B: int, H: int, T: int, D: int, which: str, recipe: AttentionRecipe, tile: bool,
     cu: Tensor | None, device: torch.device,
@@ -129,6 +142,9 @@ def empty_operand(
     """Buffers of one operand; also the shapes and strides that the ops promise."""
     dtype = FORMATS[recipe.do_format].dtype if which == "do" else torch.float8_e4m3fn
     payload = torch.empty(B, H, T, padded_features(D), dtype=dtype, device=device)
+    if recipe.block == "mx":
+        codes = torch.empty(B, H, T, code_columns(D), dtype=torch.uint8, device=device)
+        return payload, codes
     if not tile:
         return payload, torch.empty(B, H, T, device=device)
     slots = -(-T // TOKENS_PER_TILE) if cu is None else T // TOKENS_PER_TILE + cu.numel() - 1

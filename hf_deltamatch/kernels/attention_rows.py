@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_deltamatch.kernels.attention_fwd import LOG2E
 from hf_deltamatch.kernels.casts import round_bf16
 from hf_deltamatch.kernels.geometry import segment_of
+from hf_deltamatch.kernels.logits import LOG2E
 
 
 @triton.jit
@@ -27,6 +27,27 @@ def row_delta(do, o, lse):
     axis of ``do`` and ``o`` holds the features."""
     delta = tl.sum(do * round_bf16(o.to(tl.float32)), len(do.shape) - 1)
     return tl.where(lse == float("-inf"), 0.0, delta)
+
+
+@triton.jit
+def store_row_statistics(
+    do, lse, fold, offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr, shifted_ptr, Dv,
+    stride_ot, stride_od,
+):  # fmt: skip
+    """``lse2`` and, of the unmatched rules (``o`` given), ``delta`` and ``delta − dlse`` of rows of
+    ``do``, whose last axis holds the features. ``row`` and ``stat``: where the rows lie in plain
+    tensors and in slots; ``o_ptr`` points at the first row that ``offs_t`` counts from."""
+    tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
+    if o_ptr is not None:
+        offs_d = tl.arange(0, do.shape[len(do.shape) - 1])
+        at = tl.expand_dims(offs_t.to(tl.int64), len(offs_t.shape)) * stride_ot + offs_d * stride_od
+        use = tl.expand_dims(inside, len(offs_t.shape)) & (offs_d < Dv)
+        delta = row_delta(do, tl.load(o_ptr + at, mask=use, other=0.0), lse)
+        tl.store(delta_ptr + row, delta, mask=inside)
+        if dlse_ptr is not None:
+            dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)
+            delta = delta - tl.where(lse == float("-inf"), 0.0, dlse)
+        tl.store(shifted_ptr + stat, delta, mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "T", "T_queries", "slots", "segments", "hide"])

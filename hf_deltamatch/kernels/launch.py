@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_deltamatch.formats import TOKENS_PER_TILE
+from hf_deltamatch.formats import MX_BLOCK, TOKENS_PER_TILE
 from hf_deltamatch.kernels.geometry import _segments_kernel
 
 SOFT_CAST: bool = bool(triton.knobs.runtime.interpret)
@@ -47,6 +47,11 @@ def packings(Tq: int, Tk: int, cu_q: Tensor | None, cu_k: Tensor | None) -> tupl
 def feature_block(D: int) -> int:
     """Power of two that holds ``D`` features; FP8 products need at least 32."""
     return max(32, 1 << (D - 1).bit_length())
+
+
+def code_columns(D: int) -> int:
+    """E8M0 codes that are stored for a token; ``ceil(D / 32)`` of them mean something."""
+    return feature_block(D) // MX_BLOCK
 
 
 def padded_features(D: int) -> int:

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from hf_deltamatch.kernels import attention as kernels
 from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.attention_problem import Problem, TokenFacts, empty_operand
+from hf_deltamatch.kernels.attention_problem import (
+    Problem,
+    TokenFacts,
+    empty_operand,
+    saved_views,
+)
 from hf_deltamatch.kernels.launch import feature_block
 from hf_deltamatch.kernels.quantize import HIDDEN, UNCOUNTED
 from hf_deltamatch.recipes import AttentionRecipe
@@ -57,10 +62,12 @@ def problem(
 
 
 def reference_blocks(
-    D: int, Dv: int, device: torch.device
+    D: int, Dv: int, device: torch.device, block: str = "128xD"
 ) -> tuple[dict[str, int], dict[str, int]]:
     """``block_n``, ``block_m`` and ``block_m_p`` with which the reference's forward and backward emulate the kernels."""
     at = feature_block(D), feature_block(Dv), device
+    if block == "mx":  # the backward's blocks are the format's own 32
+        return {"block_n": config.mx_fwd_config(*at).BLOCK_N}, {}
     backward = {"block_n": config.dq_config(*at).BLOCK_N}
     for c, wants_dk, wants_dv in config.dkdv_configs(*at):
         if wants_dk:
@@ -93,7 +100,7 @@ def empty_saved(
     out = {}
     for which, x in (("q", q), ("k", k), ("v", v)):
         payload, descale = empty_operand(*x.shape, which, recipe, tile, cu_seqlens, x.device)
-        out[which] = (payload[..., : x.shape[-1]], descale)
+        out[which] = saved_views(payload, descale, x.shape[-1], recipe.block)
     return out
 
 

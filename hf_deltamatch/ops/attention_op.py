@@ -40,7 +40,8 @@ def attention_fwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns ``o, lse, q_fp8, q_descale, k_fp8, k_descale, v_fp8, v_descale``: the fields of
-    :class:`hf_deltamatch.reference.AttentionForward`."""
+    :class:`hf_deltamatch.reference.AttentionForward`; with ``backend="triton"`` and block ``mx``
+    the descales are uint8 E8M0 codes."""
     decoded = AttentionRecipe.decode(recipe)
     options = _options(
         mask, sinks, cu_seqlens_q, cu_seqlens_k, is_causal, window, softmax_scale, softcap, decoded
