@@ -134,7 +134,9 @@ def bench_shape(
 
 
 def _refuse_unsupported(shape: Shape, recipe: AttentionRecipe, device: torch.device) -> None:
-    reason = kernels.unsupported_attention(recipe, (shape.D, shape.D), shape.D**-0.5, device)
+    reason = kernels.unsupported_attention(
+        recipe, (shape.D, shape.D), shape.D**-0.5, device, masked=shape.window is not None
+    )
     if reason is not None:
         raise baselines.Absent(reason)
 

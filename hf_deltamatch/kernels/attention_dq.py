@@ -95,7 +95,8 @@ def _dq_tile_fp8(
         p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[:, None])
     else:
         p = tl.exp2((s * f) * (softmax_scale * LOG2E) - lse2[:, None])
-    dp = dp * g
+    if not DELTA or MASKED or not TILE:
+        dp = dp * g
     if MASKED:
         seen = visible(
             offs_m[:, None], offs_n[None, :], Tq, Tk, offset, window, mask_ptr, stride_mq,
@@ -104,7 +105,10 @@ def _dq_tile_fp8(
         p = tl.where(seen, p, 0.0)
         dp = tl.where(seen, dp, 0.0)
     if DELTA:
-        sum_a += tl.sum(p * dp, 1)
+        if MASKED or not TILE:
+            sum_a += tl.sum(p * dp, 1)
+        else:  # every row sees the tile, so one factor after the sum will do
+            sum_a += tl.sum(p * dp, 1) * g
         sum_b += tl.sum(p, 1)
     else:
         ds = p * (dp - shifted[:, None])
