@@ -19,8 +19,9 @@ CAPABILITIES: dict[tuple[int, int], str] = {
     (10, 3): "Blackwell",
     (12, 0): "Blackwell",
 }
-"""Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0; the others run the
-same kernels with tiles that fit their shared memory, and have not been run. Block ``mx`` multiplies
+"""Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0, which has a dK/dV
+kernel of its own; the others run the plain kernels with tiles that fit their shared memory, and have
+not been run. Block ``mx`` multiplies
 by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emulated in BF16 before."""
 
 NATIVE_MX = ((10, 0), (10, 3), (12, 0))
