@@ -35,7 +35,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu and not real_model"
 
 test-all: lint real-model
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --fuzz-examples 2000
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu

@@ -6,13 +6,24 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("fuzz", max_examples=config.getoption("--fuzz-examples"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-examples",
+        type=int,
+        default=200,
+        help="examples of the fuzz tests together; `make test-all` asks for 2000",
+    )
     parser.addoption(
         "--interpret-gpu",
         action="store_true",

@@ -260,6 +260,7 @@ NAN_MODES = {
     "causal": ({"is_causal": True}, causal(300, 300)),
     "window": ({"is_causal": True, "window": 60}, causal(300, 300, 60)),
     "full": ({}, torch.ones(300, 300, dtype=torch.bool)),
+    "softcap": ({"is_causal": True, "softcap": 30.0}, causal(300, 300)),
 }
 
 

@@ -177,7 +177,8 @@ def _backward_segment(
         if ds_hook is not None:
             ds_hook(ds[..., : vis.Tk], ds_sink)
         if tanh is not None:
-            ds = ds * (1 - tanh * tanh)
+            # 0 · NaN where a query or key is NaN that this pair hides.
+            ds = masked(ds * (1 - tanh * tanh), block.visible, 0.0)
         ds_row = cast_backward(ds, block.k, recipe, block_n, -1)
         ds_col = cast_backward(ds, block.q, recipe, block_m, -2)
         p_col = cast_backward(p, block.do, recipe, block_m_p, -2)
