@@ -203,6 +203,23 @@ def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str,
         assert difference(a[~bad], b[~must]) < 1.5e-2
 
 
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_poison_behind_a_soft_cap_stays_hidden(block: str) -> None:
+    """A NaN query or key: pairs that hide it add 0, not 0 times the cap's NaN slope."""
+    shape = Shape(1, 2, 1, 200, 200, 32, 32)
+    for which in ("q", "k"):
+        call = make_call(shape, fields=dict(block=block), softcap=5.0, window=60)
+        getattr(call, which)[:, :, 70, 3] = float("nan")
+        fwd, bwd = through_kernels(call)
+        ref_fwd, ref_bwd = through_reference(call)
+        for name in ("o", "dq", "dk", "dv"):
+            a, b = (
+                getattr(f if name == "o" else g, name) for f, g in ((fwd, bwd), (ref_fwd, ref_bwd))
+            )
+            bad, must = (~x.isfinite().all(-1) for x in (a, b))
+            assert torch.equal(bad, must) and must.any() and not must.all(), (which, name)
+
+
 @pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_extremes(block: str, D: int) -> None:

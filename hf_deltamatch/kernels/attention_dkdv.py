@@ -123,6 +123,8 @@ def _dkdv_tile_fp8(
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
+        if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
+            t = tl.where(seen, t, 0.0)
     if DK:
         shifted = tl.load(shifted_ptr + stat + offs_m, mask=inside, other=0.0)
         dp = tl.dot(v, do_desc.load([token, 0]).T)

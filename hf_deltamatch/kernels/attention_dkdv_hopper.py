@@ -142,6 +142,8 @@ def _step(
         if WINDOW and MASK == 0:
             seen = seen & (at - keys[:, None] < window)
         p = gl.where(seen, p, 0.0)
+        if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
+            t = gl.where(seen, t, 0.0)
     for_dv = p
     if DLSE:
         # A zero row of dO whose lse has a gradient: P is alive, and adds nothing to dV.

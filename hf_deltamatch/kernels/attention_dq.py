@@ -103,6 +103,8 @@ def _dq_tile_fp8(
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
+        if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
+            t = tl.where(seen, t, 0.0)
         dp = tl.where(seen, dp, 0.0)
     if DELTA:
         if MASKED or not TILE:

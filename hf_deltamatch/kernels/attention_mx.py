@@ -121,6 +121,8 @@ def dq_tile_mx(
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
+        if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
+            t = tl.where(seen, t, 0.0)
         dp = tl.where(seen, dp, 0.0)
     if DELTA:
         sum_a += tl.sum(p * dp, 1)
@@ -196,6 +198,8 @@ def dkdv_tile_mx(
             stride_mk, CAUSAL, WINDOW, MASK,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
+        if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
+            t = tl.where(seen, t, 0.0)
     if DK:
         shifted = tl.load(shifted_ptr + stat + offs_m, mask=inside, other=0.0)
         do_code = row_codes(do_code_ptr, row + offs_m, inside, BLOCK_DV // 32)
