@@ -75,6 +75,7 @@ FAMILY: dict[str, dict[str, Any]] = {
         **_ZAMBA,
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
         "drop": ["layer_types"],
     },
     "blt": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
