@@ -82,11 +82,12 @@ def test_coverage_sees_attention_outside_ours(monkeypatch: pytest.MonkeyPatch) -
 
     class Elsewhere:
         def get_interface(self, *args):
-            return transformers.AttentionInterface()["sdpa"]
+            sdpa = transformers.AttentionInterface()["sdpa"]
+            return lambda module, q, k, v, mask, **kwargs: sdpa(module, q, k, v, None, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Elsewhere())
     row = measure("llama")
-    assert row["calls"] == 0 and row["foreign"] == 2 and row["status"] == "silent"
+    assert row["calls"] == 0 and row["foreign"] == 2 and row["status"] in DEFECTS
 
 
 def test_coverage_survives_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
