@@ -95,6 +95,10 @@ FAMILY: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "phi4_multimodal": {
+        "vision_config": {"num_hidden_layers": 2},
+        "audio_config": {"num_blocks": 2},
+    },
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
