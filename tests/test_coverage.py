@@ -46,8 +46,12 @@ def test_coverage_has_no_defect() -> None:
             assert judge(row) == row["status"], row["family"]
         if row["status"] not in ON_OUR_OP:
             assert row["error"], row["family"]
-    for row in ours:
-        assert row["calls"] >= row["called"] > 0 and row["calls"] == row["backward_calls"]
+    for family, row in ((r["family"], r) for r in ours):
+        assert row["calls"] >= row["called"] > 0
+        # BLT's patcher chooses where patches end: nothing goes back through it.
+        assert (
+            row["backward_calls"] == row["calls"] or 0 < row["backward_calls"] and family == "blt"
+        )
         assert max(row["exact"].values()) < EXACT
         # What was not called is cross-attention, or an encoder of something else than text.
         assert row["called"] + len(row["not_called"]) == row["modules"]
