@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import textwrap
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from hf_deltamatch.hf.modules import source_of
 
 MIN_OUT_FEATURES = 16
 
@@ -108,7 +109,7 @@ def weights_read_by(cls: type) -> frozenset[str]:
         if base in (nn.Module, PreTrainedModel, object):
             continue
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            tree = ast.parse(textwrap.dedent(source_of(base)))
         except (OSError, TypeError, SyntaxError):
             continue
         for method in tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else ():

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import MODEL_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -32,6 +32,7 @@ _COMPACT_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention
 _OWN_READERS = {
     "axk2": sdpa_mask,
     "bigbird_pegasus": eager_mask,
+    "deepseek_v4": eager_mask,  # appends a bias of 0 and -inf for its compressed keys
     "deepseek_v32": sdpa_mask,
     "doge": sdpa_mask,
     "glm_moe_dsa": sdpa_mask,
@@ -123,11 +124,14 @@ def _every_model(config_class: type, test: Callable[[type], bool]) -> bool:
 
 @functools.cache
 def _models_of(config_class: type) -> tuple[type, ...]:
-    try:
-        classes = MODEL_MAPPING.get(config_class, ())
-    except (ValueError, AttributeError, ImportError):  # a mapping to a class that is not there
-        return ()
-    return tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):  # TrOCR is in the second alone
+        try:
+            classes = mapping.get(config_class, ())
+        except (ValueError, AttributeError, ImportError):  # a mapping to a class that is not there
+            continue
+        if classes:
+            return tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
+    return ()
 
 
 def _shown(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -6,10 +6,12 @@ The attention interface hands its module to the attention function; the recipe l
 
 from __future__ import annotations
 
+import ast
 import difflib
 import fnmatch
 import functools
 import inspect
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -48,13 +50,42 @@ def plain_implementation(model: PreTrainedModel) -> str:
 
 
 @functools.cache
+def _classes_of_module(name: str) -> dict[str, str]:
+    """Source of every class at the top of a module. ``inspect.getsource`` of a class parses the
+    whole file, for each class again."""
+    try:
+        source = inspect.getsource(sys.modules[name])
+        tree = ast.parse(source)
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return {}
+    lines = source.splitlines(keepends=True)
+    return {
+        node.name: "".join(lines[node.lineno - 1 : node.end_lineno])
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def source_of(cls: type) -> str:
+    """Source of a class without its decorators.
+
+    Raises:
+        OSError, TypeError: there is none.
+    """
+    known = _classes_of_module(cls.__module__)
+    return known[cls.__qualname__] if cls.__qualname__ in known else inspect.getsource(cls)
+
+
+@functools.cache
 def _uses_interface(cls: type) -> bool:
     for base in cls.__mro__:
         # PreTrainedModel itself mentions the interface: whole models are not attention modules.
-        if base in (nn.Module, object) or issubclass(base, PreTrainedModel):
+        if base is object or issubclass(base, PreTrainedModel):
+            continue
+        if base.__module__.startswith("torch."):  # long sources, and never an attention interface
             continue
         try:
-            source = inspect.getsource(base)
+            source = source_of(base)
         except (OSError, TypeError):
             continue
         if "ALL_ATTENTION_FUNCTIONS" in source:
