@@ -3,7 +3,9 @@
 The bounds are a priori and elementwise: every operand and every cast is off by at most half a unit
 in the last place of its format (2**-4 of the value in E4M3, 2**-3 in E5M2) plus half a subnormal of
 its descale, and these errors are carried through the seven products with absolute values. Nothing
-is fitted, so they hold for any data; typical errors are some 3 to 10 times smaller.
+is fitted, so they hold for any data. Over 150 examples the worst error was 0.4 to 0.7 of the bound in
+each result; typical data stay far below in dq and dk, whose sharp bounds are in
+``test_reference_attention`` and ``test_reference_invariants``.
 """
 
 from __future__ import annotations
