@@ -48,10 +48,10 @@ def test_coverage_has_no_defect() -> None:
             assert row["error"], row["family"]
     for family, row in ((r["family"], r) for r in ours):
         assert row["calls"] >= row["called"] > 0
-        # BLT's patcher chooses where patches end: nothing goes back through it.
-        assert (
-            row["backward_calls"] == row["calls"] or 0 < row["backward_calls"] and family == "blt"
-        )
+        # BLT's patcher chooses where patches end, and HRM's early cycles are detached: nothing goes
+        # back through either.
+        partly = family in ("blt", "hrm_text") and 0 < row["backward_calls"] < row["calls"]
+        assert row["backward_calls"] == row["calls"] or partly, family
         assert max(row["exact"].values()) < EXACT
         # What was not called is cross-attention, or an encoder of something else than text.
         assert row["called"] + len(row["not_called"]) == row["modules"]

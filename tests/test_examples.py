@@ -271,6 +271,8 @@ def test_demo_backend_that_cannot_run_here(monkeypatch, capsys) -> None:
 
 def test_demo_block_without_a_kernel(monkeypatch, capsys) -> None:
     monkeypatch.setattr(demo, "explain", lambda *_: Choice("triton", "kernel"))
+    refuse = lambda recipe, *_: "no kernel here" if recipe.block == "mx" else None
+    monkeypatch.setattr(demo.kernels, "unsupported_attention", refuse)
     demo.parse_args(["--block", "1xD"])
     with pytest.raises(SystemExit):
         demo.parse_args(["--block", "mx"])
