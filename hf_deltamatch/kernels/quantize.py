@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_deltamatch.formats import TOKENS_PER_TILE
-from hf_deltamatch.kernels.attention_rows import row_delta, row_lse2
+from hf_deltamatch.kernels.attention_rows import store_row_statistics
 from hf_deltamatch.kernels.casts import (
     biased_exponent,
     cast_fp8,
@@ -251,23 +251,14 @@ def _quantize_do_kernel(
         stride_sb, stride_sh, TILE, GIVEN, POW2, True, BLOCK_DV, SOFT_CAST,
     )  # fmt: skip
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
-    tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:
-        offs_d = tl.arange(0, BLOCK_DV)[None, None, :]
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
-        o = tl.load(
-            o_ptr + (base + offs_t).to(tl.int64)[:, :, None] * stride_ot + offs_d * stride_od,
-            mask=inside[:, :, None] & (offs_d < Dv),
-            other=0.0,
-        )
         if not STALE:
             do = do_fp8.to(tl.float32) * fold[:, :, None]
-        delta = row_delta(do, o, lse)
-        tl.store(delta_ptr + row, delta, mask=inside)
-        if dlse_ptr is not None:
-            dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)
-            delta = delta - tl.where(lse == float("-inf"), 0.0, dlse)
-        tl.store(shifted_ptr + stat, delta, mask=inside)
+    store_row_statistics(
+        do, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
+        shifted_ptr, Dv, stride_ot, stride_od,
+    )  # fmt: skip
 
 
 @triton.jit
