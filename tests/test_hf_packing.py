@@ -11,7 +11,7 @@ from tiny_models import (
     use,
 )
 
-from hf_deltamatch.hf import attention
+from hf_deltamatch.hf import attention, packing
 from hf_deltamatch.testing import assert_close
 
 RESTART = "`position_ids` restart.*cu_seq_lens_q and cu_seq_lens_k.*use_cache=False"
@@ -71,10 +71,8 @@ def test_mask_changed_in_place(ids: torch.Tensor) -> None:
 def test_one_look_per_forward(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the positions waits for the device: once per kind of mask, and not per layer."""
     model, looks = use(build("gemma3_text", num_hidden_layers=6, layer_types=None)), []
-    original = attention.own_key_shown
-    monkeypatch.setattr(
-        attention, "own_key_shown", lambda *args: looks.append(1) or original(*args)
-    )
+    original = packing.own_key_shown
+    monkeypatch.setattr(packing, "own_key_shown", lambda *args: looks.append(1) or original(*args))
     model(ids, position_ids=torch.arange(30)[None])
     assert len(looks) == 1  # the sliding mask; the full one is None
 
@@ -98,3 +96,78 @@ def test_half_of_a_description(ids: torch.Tensor) -> None:
     model = use(build("llama"))
     with pytest.raises(ValueError, match="`cu_seq_lens_k` came without `cu_seq_lens_q`.*Pass both"):
         model(ids, cu_seq_lens_k=CU)
+
+
+def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list:
+    seen, original = [], attention.delta_matching_attention
+
+    def recorded(*args, mask, **kwargs):
+        seen.append(mask)
+        return original(*args, mask=mask, **kwargs)
+
+    monkeypatch.setattr(attention, "delta_matching_attention", recorded)
+    return seen
+
+
+SIZES = {"llama": {}, "mistral": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8}}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("family", SIZES)
+@torch.no_grad()
+def test_mask_beside_cu_seq_lens(
+    family: str, use_cache: bool, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers makes a mask of the restarts (without a cache) or of the window: the kernels take
+    cu_seqlens alone, so it goes where it says no more; one look per kind of mask."""
+    model = use(build(family, **SIZES[family]), recipe="bf16")
+    alone = torch.cat([model(part, use_cache=False).logits[0] for part in ids.split(LENGTHS, 1)])
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=use_cache)
+    seen, looks = masks_seen(monkeypatch), []
+    original = packing._shows_all
+    monkeypatch.setattr(packing, "_shows_all", lambda *a, **k: looks.append(1) or original(*a, **k))
+    assert_close(model(ids, **described).logits[0], alone, rms=1e-6)
+    assert seen and all(mask is None for mask in seen)
+    assert len(looks) == (family != "llama" or not use_cache) + (
+        family == "gemma3_text" and not use_cache
+    )
+    # A mask that hides more is no ornament.
+    hiding = torch.ones_like(ids)
+    hiding[:, 3] = 0
+    seen.clear()
+    logits = model(ids, attention_mask=hiding, **described).logits[0]
+    assert seen and all(mask is not None for mask in seen)
+    assert (logits[3:12] - alone[3:12]).abs().max() > 1e-3
+    assert_close(logits[12:], alone[12:], rms=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+@torch.no_grad()
+def test_mask_beside_cu_seq_lens_compiled(
+    family: str, hidden: bool, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph cannot look; it asserts."""
+    model = use(build(family, **SIZES[family]))
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=False)
+    expected = model(ids, **described).logits
+    seen = masks_seen(monkeypatch)
+    compiled = torch.compile(lambda **kw: model(**kw).logits, fullgraph=True, backend="aot_eager")
+    if not hidden:
+        assert_close(compiled(input_ids=ids, **described), expected, rms=1e-6)
+        assert seen and all(mask is None for mask in seen)
+        return
+    hiding = torch.ones_like(ids)
+    hiding[:, 3] = 0
+    with pytest.raises(RuntimeError, match="hides tokens that cu_seq_lens show"):
+        compiled(input_ids=ids, attention_mask=hiding, **described)
+
+
+def test_mask_of_other_ends(ids: torch.Tensor) -> None:
+    """Ends of q and k that differ are no self-attention: nothing is dropped."""
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
+    other = torch.tensor([0, 10, 30], dtype=torch.int32)
+    drop = packing.drop_redundant_mask
+    assert drop(mask, (CU, CU.clone()), 30, 30, True, None) is None
+    assert drop(mask, (CU, other), 30, 30, True, None) is mask
+    assert drop(mask[..., :20, :], (CU, CU), 20, 30, True, None).shape[2] == 20

@@ -1,0 +1,141 @@
+"""Packed sequences: the mask that Transformers makes beside ``cu_seq_lens`` must say the same, and
+without either the sequences must not see each other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.utils.import_utils import is_tracing
+
+from hf_deltamatch.hf.masks import NO_WINDOW, has_values, own_key_shown
+
+# Answers about tensors that are as they were, newest last: one look per forward and kind of mask, as
+# all layers are handed the same tensors.
+_answers: tuple[tuple[tuple, tuple, bool], ...] = ()
+_ROWS = 2048
+
+
+def drop_redundant_mask(
+    mask: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    q_length: int,
+    k_length: int,
+    causal: bool,
+    window: int | None,
+) -> Tensor | None:
+    """None if ``mask`` hides nothing of what ``cu_seqlens``, causality and the window leave.
+
+    Transformers finds packing in the positions and makes a mask of it, and a sliding window brings
+    one of its own, also where ``cu_seq_lens`` say it all. Values cannot be read in a compiled graph:
+    there the graph asserts that nothing is lost.
+    """
+    if mask.shape[0] != 1 or q_length != k_length or mask.shape[-1] != k_length:
+        return mask
+    if mask.is_meta:
+        return mask
+    if is_tracing(mask):
+        shown = _shows_all(mask, *cu_seqlens, causal, window, rows=q_length)
+        torch._assert_async(
+            shown,
+            "fp8_delta_matching: `attention_mask` hides tokens that cu_seq_lens show. Pass one of "
+            "them: padding-free batches need no attention_mask.",
+        )
+        return None
+    redundant = _once(
+        lambda: bool(_shows_all(mask, *cu_seqlens, causal, window, rows=_ROWS)),
+        (mask, *cu_seqlens),
+        (causal, window),
+    )
+    return None if redundant else mask
+
+
+def _shows_all(
+    mask: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, window: int | None, rows: int
+) -> Tensor:
+    """Scalar bool: does the mask show every pair that the rest lets through?"""
+    T = mask.shape[-1]
+    index = torch.arange(T, device=mask.device, dtype=torch.int32)
+    same_ends = (
+        (cu_q == cu_k).all() if cu_q.shape == cu_k.shape else index.new_zeros((), dtype=bool)
+    )
+    if mask.dtype == torch.int32:
+        # Keys in order, none hidden, queries beside their own keys: what is left is the window.
+        position, reach, offset = mask[0, :, 0].unbind(0)
+        wide = reach >= (min(window or NO_WINDOW, NO_WINDOW) if causal else NO_WINDOW)
+        in_order = (position == index) & (offset == 0)
+        return same_ends & (in_order & (wide | (reach >= T))).all() & causal
+    segment = torch.searchsorted(cu_k[1:].int().contiguous(), index, right=True, out_int32=True)
+    shown = same_ends
+    for first in range(0, T, rows):
+        some = index[first : first + rows, None]
+        through = segment[first : first + rows, None] == segment
+        if causal:
+            through = through & (index <= some)
+            if window is not None:
+                through = through & (some - index < window)
+        shown = shown & (mask[:, :, first : first + rows] | ~through).all()
+    return shown
+
+
+def refuse_unmasked_packing(
+    position_ids: Tensor | None, mask: Tensor | None, q_length: int
+) -> None:
+    """Positions that restart mean packed sequences; without a mask they would see each other.
+
+    Transformers looks for packing only without a cache and without an ``attention_mask``, and only
+    in models that hand their positions to the mask; its masks are then boolean. Values cannot be
+    read in a compiled graph.
+
+    Raises:
+        ValueError: they restart between tokens that are no padding.
+    """
+    if position_ids is None or position_ids.dim() != 2 or q_length == 1:
+        return
+    if not has_values(position_ids):
+        return
+
+    def restart() -> bool:
+        restarts = position_ids.diff(dim=-1) <= 0
+        if mask is not None:  # positions of padding are arbitrary
+            shown = own_key_shown(mask, q_length)
+            restarts = restarts & shown[:, 1:] & shown[:, :-1]
+        return bool(restarts.any())
+
+    if _once(restart, (position_ids, mask)):
+        raise ValueError(
+            "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
+            "mask separates them, so they would attend to each other. Pass cu_seq_lens_q and "
+            "cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
+            "them), which works for every model that hands keyword arguments on; or, for models "
+            "that look for packing in their positions, use_cache=False and no attention_mask."
+        )
+
+
+def _once(look: Callable[[], bool], tensors: tuple[Tensor | None, ...], *options) -> bool:
+    """``look()``, or its answer of last time where the tensors have not changed since. A look waits
+    for the device."""
+    global _answers
+    for seen, seen_options, answer in _answers:
+        if len(seen) == len(tensors) and seen_options == options:
+            if all(map(_unchanged, seen, tensors)):
+                return answer
+    answer = look()
+    # Inference tensors count no versions: a change in place would go unseen.
+    if not torch.is_inference_mode_enabled() and not any(
+        t is not None and t.is_inference() for t in tensors
+    ):
+        _answers = (*_answers[-3:], (tuple(map(_remember, tensors)), options, answer))
+    return answer
+
+
+def _remember(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else (weakref.ref(tensor), tensor._version)
+
+
+def _unchanged(seen: tuple | None, tensor: Tensor | None) -> bool:
+    if seen is None or tensor is None:
+        return seen is tensor
+    return seen[0]() is tensor and not tensor.is_inference() and seen[1] == tensor._version
