@@ -108,7 +108,6 @@ def test_explain_by_capability(monkeypatch) -> None:
         ({}, dict(softmax_scale=-1.0), "positive"),
         ({}, dict(head_dims=(64, 512)), "above 256"),
         ({}, dict(masked_packing=True), "one of them"),
-        (dict(block="mx"), dict(masked=True, device=CUDA), "mask or a window"),
     ],
     ids=lambda x: str(x) if isinstance(x, str) else None,
 )

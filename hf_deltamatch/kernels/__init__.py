@@ -120,12 +120,10 @@ def unsupported_attention(
     *,
     masked_packing: bool = False,
     boolean_mask: bool = False,
-    masked: bool = False,
 ) -> str | None:
     """What of an attention call the kernels do not do, as a sentence, or None.
 
     ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one.
-    ``masked``: a mask of any kind, or a window.
     """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
@@ -134,9 +132,6 @@ def unsupported_attention(
             f"block 'mx' multiplies by tl.dot_scaled, which the interpreter of Triton "
             f"{triton_version()[0]}.{triton_version()[1]} does not know (3.9 does); use '128xD'"
         )
-    if recipe.block == "mx" and device.type == "cuda" and masked:
-        # Right in the interpreter; on a device with Triton 3.6 wrong for every such case.
-        return "block 'mx' under a mask or a window gave wrong results on a device; use '128xD'"
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
     capability = capability_of(device)
