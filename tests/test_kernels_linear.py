@@ -286,6 +286,10 @@ def test_unsupported_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         assert reason(capability, "12.8", scaling="rowwise") is None
         assert reason(capability, "13.0", scaling="mx", descale="pow2") is None
+    for hp in (False, True):
+        refused = reason((9, 0), "13.0", grad_format="e5m2", grad_weight_hp=hp)
+        assert all(w in refused for w in ("'e5m2'", "grad_format='e4m3'", "'rowwise'", "'mx'"))
+    assert reason((9, 0), "13.0", scaling="mx", descale="pow2", grad_format="e5m2") is None
     e5m2 = dict(scaling="rowwise", grad_format="e5m2")
     assert reason((9, 0), "12.9", **e5m2) is None
     assert "grad_format='e4m3'" in reason((10, 0), "13.0", **e5m2)

@@ -157,6 +157,11 @@ def unsupported_linear(recipe: LinearRecipe, device: torch.device) -> str | None
             f"block-scaled FP8 GEMMs need a device of capability 9.0 and CUDA 12.9; this one is "
             f"{capability[0]}.{capability[1]} with CUDA {torch.version.cuda}; use recipe {other}"
         )
+    if recipe.scaling == "blockwise" and recipe.grad_format == "e5m2":
+        return (
+            "block-scaled FP8 GEMMs take E4M3 alone, and grad_format is 'e5m2' (grad_input needs it "
+            "with grad_weight_hp too); use grad_format='e4m3', or recipe 'rowwise' or 'mx'"
+        )
     if (
         recipe.scaling == "rowwise"
         and recipe.grad_format == "e5m2"

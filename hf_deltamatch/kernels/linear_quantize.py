@@ -212,10 +212,13 @@ def _column_factors(
 @triton.jit(do_not_specialize=["R", "row_tiles"])
 def _quantize_matrix_kernel(
     x_ptr, rows_ptr, rows_descale_ptr, rows_amax_ptr, columns_ptr, columns_descale_ptr,
-    columns_amax_ptr, R, C, row_tiles, column_tiles, stride_r, stride_c,
+    columns_amax_ptr, R, C: tl.int32, row_tiles, column_tiles, stride_r, stride_c,
     BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x [R, C]`` to ``rows``, ``columns`` or both (None: not asked for)."""
+    # C has a type, so that Triton knows it as a multiple of 16 but never as 1: then most columns
+    # are zeros to the compiler, and where both halves of a word are one conversion ptxas 12.8 joins
+    # them with a register that nothing wrote.
     ROWS: tl.constexpr = rows_ptr is not None
     COLUMNS: tl.constexpr = columns_ptr is not None
     if ROWS:

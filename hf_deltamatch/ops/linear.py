@@ -229,7 +229,7 @@ def fp8_linear(
         x = x.to(autocast)
     chosen = choose("linear", x.device, backend)
     if chosen == "triton":
-        refuse_unsupported("linear", _unsupported(recipe, x.device))
+        refuse_unsupported("linear", _unsupported(recipe.encoded, x.device))
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
     output = LinearFunction.apply(
@@ -241,9 +241,10 @@ def fp8_linear(
 
 
 @torch.compiler.assume_constant_result
-def _unsupported(recipe: LinearRecipe, device: torch.device) -> str | None:
-    """A fact of the machine and the recipe: not for torch.compile to trace."""
-    return kernels.unsupported_linear(recipe, device)
+def _unsupported(recipe: str, device: torch.device) -> str | None:
+    """A fact of the machine and the recipe: not for torch.compile to trace. Takes the encoded
+    recipe: torch 2.11 makes no constant of a dataclass."""
+    return kernels.unsupported_linear(LinearRecipe.decode(recipe), device)
 
 
 def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
