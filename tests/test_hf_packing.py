@@ -165,9 +165,104 @@ def test_mask_beside_cu_seq_lens_compiled(
 
 def test_mask_of_other_ends(ids: torch.Tensor) -> None:
     """Ends of q and k that differ are no self-attention: nothing is dropped."""
-    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     other = torch.tensor([0, 10, 30], dtype=torch.int32)
-    drop = packing.drop_redundant_mask
-    assert drop(mask, (CU, CU.clone()), 30, 30, True, None) is None
-    assert drop(mask, (CU, other), 30, 30, True, None) is mask
-    assert drop(mask[..., :20, :], (CU, CU), 20, 30, True, None).shape[2] == 20
+    assert drop(mask, (CU, CU.clone())) is None
+    assert drop(mask, (CU, other)) is mask
+    assert drop(mask[..., :20, :], (CU, CU), 20, 30).shape[2] == 20
+
+
+def drop(mask, cu_seqlens, q_length=30, k_length=30, causal=True, window=None):
+    asker = torch.nn.Module()
+    return packing.drop_redundant_mask(asker, mask, cu_seqlens, q_length, k_length, causal, window)
+
+
+@pytest.mark.parametrize("rows", [7, 2048])
+def test_mask_that_broadcasts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for all queries, one column for all keys; long ones are looked at in parts."""
+    monkeypatch.setattr(packing, "_ROWS", rows)
+    row = torch.ones(1, 1, 1, 30, dtype=torch.bool)
+    assert drop(row, (CU, CU), causal=False) is None
+    assert drop(row, (CU, CU)) is row  # shows later tokens
+    row = row.clone()
+    row[..., 25] = False
+    assert drop(row, (CU, CU), causal=False) is row
+    column = torch.ones(1, 1, 30, 1, dtype=torch.bool)
+    assert drop(column, (CU, CU), causal=False) is column
+    for mask in (row[0, 0], row[0].expand(1, 30, 30)):
+        assert drop(mask, (CU, CU), causal=False) is mask
+
+
+def packed_attention(mask: torch.Tensor, **options) -> torch.Tensor:
+    module = torch.nn.Module()
+    module.is_causal = True
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=g) for _ in range(3))
+    return attention.fp8_delta_matching_attention(
+        module, q, k, v, mask, cu_seq_lens_q=CU, cu_seq_lens_k=CU, **options
+    )[0]
+
+
+def test_mask_that_shows_later_tokens() -> None:
+    """Image tokens that see each other, in a causal model: the mask says it, causality does not."""
+    segment = torch.searchsorted(CU[1:], torch.arange(30), right=True)
+    mask = (segment[:, None] == segment).tril()[None, None]
+    plain = packed_attention(mask)
+    assert_close(packed_attention(mask.tril()), plain, rms=1e-6)
+    mask = mask.clone()
+    mask[..., 15:20, 15:20] = True
+    assert drop(mask, (CU, CU)) is mask
+    seen = packed_attention(mask)
+    changed = (seen - plain).abs().amax((0, 2, 3)) > 1e-3
+    assert changed[15:19].all() and not changed[:15].any() and not changed[19:].any()
+    # The same as the mask alone, which separates the sequences too.
+    module = torch.nn.Module()
+    module.is_causal = True
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=g) for _ in range(3))
+    alone = attention.fp8_delta_matching_attention(module, q, k, v, mask)[0]
+    assert_close(seen, alone, rms=1e-2)
+
+
+UNCOUNTED = {
+    "data": lambda x, new: x.data.copy_(new),
+    "numpy": lambda x, new: x.numpy().__setitem__(..., new.numpy()),
+    "set data": lambda x, new: setattr(x, "data", new.clone()),
+}
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+@torch.no_grad()
+def test_changes_that_no_version_counts(how: str, ids: torch.Tensor) -> None:
+    """Collectives and kernels write like this too: an answer lasts for one forward."""
+    model, positions = use(build("llama")), torch.arange(30)[None].clone()
+    model(ids, position_ids=positions)
+    version = positions._version
+    UNCOUNTED[how](positions, PACKED)
+    assert positions._version == version
+    with pytest.raises(ValueError, match=RESTART):
+        model(ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+def test_mask_changed_without_a_version(how: str) -> None:
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    hiding = mask.clone()
+    hiding[..., 3] = False
+    layers = [torch.nn.Module() for _ in range(2)]
+    ask = lambda layer: packing.drop_redundant_mask(layer, mask, (CU, CU), 30, 30, True, None)
+    assert all(ask(layer) is None for layer in layers)
+    UNCOUNTED[how](mask, hiding)
+    assert all(ask(layer) is mask for layer in layers)
+
+
+def test_layers_that_are_recomputed(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradient checkpointing asks again, from the last layer back: one more look, not one a layer."""
+    model, looks = use(build("mistral", num_hidden_layers=4, sliding_window=8)), []
+    original = packing._shows_all
+    monkeypatch.setattr(packing, "_shows_all", lambda *a, **k: looks.append(1) or original(*a, **k))
+    model.train()
+    model.gradient_checkpointing_enable()
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=False)
+    model(ids, **described).logits.sum().backward()
+    assert len(looks) == 2

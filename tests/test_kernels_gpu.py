@@ -316,3 +316,23 @@ def test_model_trains_through_the_kernels(model_type: str) -> None:
     assert calls["attention_fwd"] == calls["attention_bwd"] == 3 * layers
     assert residual.value < 1e-6
     assert hf_deltamatch.check_model(model)
+
+
+def test_second_device() -> None:
+    """Tensors on another device than the current one, as in a model spread over several."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    results = []
+    for index in range(2):
+        g = torch.Generator().manual_seed(0)
+        q, k, v, do = (
+            torch.randn(1, h, 300, 128, generator=g).to(f"cuda:{index}", torch.bfloat16)
+            for h in (4, 2, 2, 4)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        assert torch.cuda.current_device() == 0
+        o = delta_matching_attention(*leaves, is_causal=True)
+        o.backward(do)
+        torch.cuda.synchronize(index)
+        results.append([x.cpu() for x in (o.detach(), *(x.grad for x in leaves))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -83,11 +83,11 @@ def fp8_delta_matching_attention(
         options["cu_seqlens"] = cu_seqlens
         if mask is not None:
             mask = drop_redundant_mask(
-                mask, cu_seqlens, query.shape[2], key.shape[2], causal, window
+                module, mask, cu_seqlens, query.shape[2], key.shape[2], causal, window
             )
     elif mask is None or mask.dtype == torch.int32:
-        refuse_unmasked_packing(kwargs.get("position_ids"), mask, query.shape[2])
-    if mask is None or (cu_seq_lens_q is not None and mask.dtype == torch.bool):
+        refuse_unmasked_packing(module, kwargs.get("position_ids"), mask, query.shape[2])
+    if mask is None:  # else it says it all
         options |= {"is_causal": causal, "window": window}
     output = delta_matching_attention(
         query,

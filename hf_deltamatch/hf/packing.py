@@ -7,18 +7,19 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from hf_deltamatch.hf.masks import NO_WINDOW, has_values, own_key_shown
 
-# Answers about tensors that are as they were, newest last: one look per forward and kind of mask, as
-# all layers are handed the same tensors.
-_answers: tuple[tuple[tuple, tuple, bool], ...] = ()
+# Answers about tensors that are as they were, newest last, with the layers that have asked: one look
+# per forward and kind of mask, as all layers are handed the same tensors.
+_answers: tuple[tuple[tuple, tuple, bool, weakref.WeakSet], ...] = ()
 _ROWS = 2048
 
 
 def drop_redundant_mask(
+    asker: nn.Module,
     mask: Tensor,
     cu_seqlens: tuple[Tensor, Tensor],
     q_length: int,
@@ -26,25 +27,26 @@ def drop_redundant_mask(
     causal: bool,
     window: int | None,
 ) -> Tensor | None:
-    """None if ``mask`` hides nothing of what ``cu_seqlens``, causality and the window leave.
+    """None if ``mask`` hides nothing of what ``cu_seqlens``, causality and the window leave, and shows
+    no later token that causality would hide.
 
     Transformers finds packing in the positions and makes a mask of it, and a sliding window brings
     one of its own, also where ``cu_seq_lens`` say it all. Values cannot be read in a compiled graph:
     there the graph asserts that nothing is lost.
     """
-    if mask.shape[0] != 1 or q_length != k_length or mask.shape[-1] != k_length:
-        return mask
-    if mask.is_meta:
+    square = q_length == k_length and mask.shape[-1] == k_length
+    if not square or mask.dim() != 4 or mask.shape[0] != 1 or mask.is_meta:
         return mask
     if is_tracing(mask):
         shown = _shows_all(mask, *cu_seqlens, causal, window, rows=q_length)
         torch._assert_async(
             shown,
-            "fp8_delta_matching: `attention_mask` hides tokens that cu_seq_lens show. Pass one of "
-            "them: padding-free batches need no attention_mask.",
+            "fp8_delta_matching: `attention_mask` hides tokens that cu_seq_lens show, or shows later "
+            "ones. Pass one of them: padding-free batches need no attention_mask.",
         )
         return None
     redundant = _once(
+        asker,
         lambda: bool(_shows_all(mask, *cu_seqlens, causal, window, rows=_ROWS)),
         (mask, *cu_seqlens),
         (causal, window),
@@ -55,7 +57,8 @@ def drop_redundant_mask(
 def _shows_all(
     mask: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, window: int | None, rows: int
 ) -> Tensor:
-    """Scalar bool: does the mask show every pair that the rest lets through?"""
+    """Scalar bool: does the mask show every pair that the rest lets through, and no later token of
+    the same sequence where the rest is causal?"""
     T = mask.shape[-1]
     index = torch.arange(T, device=mask.device, dtype=torch.int32)
     same_ends = (
@@ -68,20 +71,24 @@ def _shows_all(
         in_order = (position == index) & (offset == 0)
         return same_ends & (in_order & (wide | (reach >= T))).all() & causal
     segment = torch.searchsorted(cu_k[1:].int().contiguous(), index, right=True, out_int32=True)
+    mask = mask.expand(-1, -1, T, -1)
     shown = same_ends
     for first in range(0, T, rows):
         some = index[first : first + rows, None]
+        part = mask[:, :, first : first + rows]
         through = segment[first : first + rows, None] == segment
         if causal:
-            through = through & (index <= some)
+            later = index > some
+            shown = shown & ~(part & through & later).any()
+            through = through & ~later
             if window is not None:
                 through = through & (some - index < window)
-        shown = shown & (mask[:, :, first : first + rows] | ~through).all()
+        shown = shown & (part | ~through).all()
     return shown
 
 
 def refuse_unmasked_packing(
-    position_ids: Tensor | None, mask: Tensor | None, q_length: int
+    asker: nn.Module, position_ids: Tensor | None, mask: Tensor | None, q_length: int
 ) -> None:
     """Positions that restart mean packed sequences; without a mask they would see each other.
 
@@ -104,7 +111,7 @@ def refuse_unmasked_packing(
             restarts = restarts & shown[:, 1:] & shown[:, :-1]
         return bool(restarts.any())
 
-    if _once(restart, (position_ids, mask)):
+    if _once(asker, restart, (position_ids, mask)):
         raise ValueError(
             "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
             "mask separates them, so they would attend to each other. Pass cu_seq_lens_q and "
@@ -114,21 +121,40 @@ def refuse_unmasked_packing(
         )
 
 
-def _once(look: Callable[[], bool], tensors: tuple[Tensor | None, ...], *options) -> bool:
+def _once(
+    asker: nn.Module, look: Callable[[], bool], tensors: tuple[Tensor | None, ...], *options
+) -> bool:
     """``look()``, or its answer of last time where the tensors have not changed since. A look waits
-    for the device."""
+    for the device.
+
+    Writes through ``.data``, NumPy, a collective or a kernel count no version, so an answer is good
+    for one forward: a layer that asks for it a second time has it looked at again.
+    """
     global _answers
-    for seen, seen_options, answer in _answers:
-        if len(seen) == len(tensors) and seen_options == options:
+    for seen, seen_options, answer, askers in _answers:
+        if len(seen) == len(tensors) and seen_options == options and asker not in askers:
             if all(map(_unchanged, seen, tensors)):
+                askers.add(asker)
                 return answer
     answer = look()
     # Inference tensors count no versions: a change in place would go unseen.
     if not torch.is_inference_mode_enabled() and not any(
         t is not None and t.is_inference() for t in tensors
     ):
-        _answers = (*_answers[-3:], (tuple(map(_remember, tensors)), options, answer))
+        entry = tuple(map(_remember, tensors)), options, answer, weakref.WeakSet((asker,))
+        others = (a for a in _answers if not _same_question(a, entry))
+        _answers = (*others, entry)[-4:]
     return answer
+
+
+def _same_question(a: tuple, b: tuple) -> bool:
+    return a[1] == b[1] and len(a[0]) == len(b[0]) and all(map(_same_tensor, a[0], b[0]))
+
+
+def _same_tensor(a: tuple | None, b: tuple | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a[0]() is b[0]()
 
 
 def _remember(tensor: Tensor | None) -> tuple | None:
