@@ -7,6 +7,7 @@ warning that it does not know the quantisation).
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 from torch import nn
@@ -33,6 +34,7 @@ from hf_deltamatch.hf.running import (
     config_of,
     layers_of,
     linear_options,
+    resolved,
     running,
     would_run,
 )
@@ -54,6 +56,13 @@ class DeltaMatchQuantizer(HfQuantizer):
     def _plan(self, model: nn.Module) -> dict[str, LinearRecipe | str] | None:
         """Raises whatever is wrong with the config for this model; changes nothing."""
         config: DeltaMatchConfig = self.quantization_config
+        asked = vars(config).pop("asked_layers", None)
+        if asked is not None:
+            again = copy.copy(config)
+            again.layers = asked
+            if resolved(again, model).layers != config.layers:
+                config.refuse_change("layers", asked)
+        config = self.quantization_config = resolved(config, model)
         check_layer_patterns(config, model)
         if config.attention is not None:
             _check_attention(model)
