@@ -19,7 +19,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from hf_deltamatch.hf.check import check_model
+from hf_deltamatch.hf.check import modules_without_kernel, what_runs
 from hf_deltamatch.hf.config import QUANT_METHOD, DeltaMatchConfig
 from hf_deltamatch.hf.linear import SwapReport, plan_linears, swap_by_plan, unswap_linears
 from hf_deltamatch.hf.modules import (
@@ -80,7 +80,11 @@ class DeltaMatchQuantizer(HfQuantizer):
             set_attention_recipe(model, config.attention, layers, config.backend)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> nn.Module:
-        check_model(model)
+        what_runs(model)
+        without_kernel = modules_without_kernel(model)
+        if without_kernel is not None:
+            # Not an error: the model may go elsewhere, or be given a backend.
+            warnings.warn(f"DeltaMatchConfig: {without_kernel}", stacklevel=2)
         return model
 
     def apply_to(self, model: nn.Module) -> nn.Module:
