@@ -94,6 +94,30 @@ def test_what_the_error_advises(family: str, ids: torch.Tensor) -> None:
     assert_close(packed, alone, rms=1e-6)
 
 
+@pytest.mark.parametrize("positions", [False, True])
+@torch.no_grad()
+def test_index_of_the_sequence(positions: bool, ids: torch.Tensor) -> None:
+    """`seq_idx`, which collators make for state-space layers: harmless beside a separation, refused
+    where it is the only one."""
+    model = use(build("llama"), recipe="bf16")
+    index = torch.tensor([[0] * 12 + [1] * 18], dtype=torch.int32)
+    alone = torch.cat([model(part).logits[0] for part in ids.split(LENGTHS, dim=1)])
+    told = {"cu_seq_lens_q": CU} | ({"position_ids": PACKED} if positions else {})
+    packed = model(ids, seq_idx=index, position_ids=PACKED, use_cache=False).logits[0]
+    assert_close(packed, alone, rms=1e-6)
+    if positions:
+        assert_close(model(ids, seq_idx=index, **told).logits[0], alone, rms=1e-6)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=RESTART.replace("restart", "restart .or `seq_idx` ch")
+        ):
+            model(ids, seq_idx=index)
+    model(ids, seq_idx=torch.zeros_like(index))
+    mask = torch.ones_like(ids)
+    mask[:, :12] = 0
+    model(ids, seq_idx=index, attention_mask=mask)
+
+
 def test_half_of_a_description(ids: torch.Tensor) -> None:
     model = use(build("llama"))
     with pytest.raises(ValueError, match="`cu_seq_lens_k` came without `cu_seq_lens_q`.*Pass both"):

@@ -57,6 +57,7 @@ def fp8_delta_matching_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention interface of Transformers on :func:`delta_matching_attention`.
@@ -83,7 +84,7 @@ def fp8_delta_matching_attention(
     options = {}
     mask = None if attention_mask is None else usable_mask(attention_mask)
     if cu_seq_lens_q is None and (mask is None or mask.dtype == torch.int32):
-        _refuse_unmasked_packing(kwargs.get("position_ids"), mask, query.shape[2])
+        _refuse_unmasked_packing(kwargs.get("position_ids"), seq_idx, mask, query.shape[2])
     if cu_seq_lens_q is not None:
         options["cu_seqlens"] = (
             cu_seq_lens_q,
@@ -139,39 +140,43 @@ _checked: tuple[tuple, ...] = ()
 
 
 def _refuse_unmasked_packing(
-    position_ids: Tensor | None, mask: Tensor | None, q_length: int
+    position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, q_length: int
 ) -> None:
-    """Positions that restart mean packed sequences; without a mask they would see each other.
+    """Positions that restart, or another index of the sequence, mean packed sequences; without a mask
+    they would see each other.
 
     Transformers looks for packing only without a cache and without an ``attention_mask``, and only
     in models that hand their positions to the mask; its masks are then boolean. Values cannot be
     read in a compiled graph.
     """
     global _checked
-    if position_ids is None or position_ids.dim() != 2 or q_length == 1:
+    given = [t for t in (position_ids, seq_idx) if t is not None and t.dim() == 2]
+    if not given or q_length == 1 or not all(map(has_values, given)):
         return
-    if not has_values(position_ids):
+    told = (position_ids, seq_idx, mask)
+    if any(all(map(_unchanged, seen, told)) for seen in _checked):
         return
-    pair = (position_ids, mask)
-    if any(all(map(_unchanged, seen, pair)) for seen in _checked):
-        return
-    restarts = position_ids.diff(dim=-1) <= 0
+    restarts = torch.zeros((), dtype=torch.bool, device=given[0].device)
+    if position_ids is not None and position_ids.dim() == 2:
+        restarts = restarts | (position_ids.diff(dim=-1) <= 0)
+    if seq_idx is not None and seq_idx.dim() == 2:
+        restarts = restarts | (seq_idx.diff(dim=-1) != 0)
     if mask is not None:  # positions of padding are arbitrary
         shown = own_key_shown(mask, q_length)
         restarts = restarts & shown[:, 1:] & shown[:, :-1]
     if bool(restarts.any()):
         raise ValueError(
-            "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
-            "mask separates them, so they would attend to each other. Pass cu_seq_lens_q and "
-            "cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
+            "fp8_delta_matching: `position_ids` restart (or `seq_idx` changes) within a row (packed "
+            "sequences), but no mask separates them, so they would attend to each other. Pass "
+            "cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
             "them), which works for every model that hands keyword arguments on; or, for models "
             "that look for packing in their positions, use_cache=False and no attention_mask."
         )
     # Inference tensors count no versions: a change in place would go unseen.
     if not torch.is_inference_mode_enabled() and not any(
-        t is not None and t.is_inference() for t in pair
+        t is not None and t.is_inference() for t in told
     ):
-        _checked = (*_checked[-3:], tuple(map(_remember, pair)))
+        _checked = (*_checked[-3:], tuple(map(_remember, told)))
 
 
 def _remember(tensor: Tensor | None) -> tuple | None:
