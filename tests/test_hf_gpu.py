@@ -27,6 +27,7 @@ from tiny_models import (
     grads_of,
     one_thread,  # noqa: F401
     padded,
+    padded_for,
     plain,
     rel_grads,
     run,
@@ -78,7 +79,7 @@ def test_a_device_has_the_kernels_by_default() -> None:
 def test_families(family: str, side: str) -> None:
     """Logits and gradients: no further from Transformers than 1.1 times the reference's bound, and
     near the reference itself."""
-    inputs = padded(side)
+    inputs = padded_for(family, side)
     real = inputs.real
     expected, expected_grads = run(use(build(family), plain(family)), **inputs._asdict())
     reference, reference_grads = run(ours(family, backend="reference"), **inputs._asdict())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_deltamatch.hf.masks import (
+    crosses,
     fp8_delta_matching_mask,
     has_values,
     own_key_shown,
@@ -83,7 +84,7 @@ def fp8_delta_matching_attention(
     by_device = choice.backend == "triton" and not choice.recipe.quantize
     options = {}
     mask = None if attention_mask is None else usable_mask(attention_mask)
-    if cu_seq_lens_q is None and (mask is None or mask.dtype == torch.int32):
+    if cu_seq_lens_q is None:
         _refuse_unmasked_packing(kwargs.get("position_ids"), seq_idx, mask, query.shape[2])
     if cu_seq_lens_q is not None:
         options["cu_seqlens"] = (
@@ -146,8 +147,8 @@ def _refuse_unmasked_packing(
     they would see each other.
 
     Transformers looks for packing only without a cache and without an ``attention_mask``, and only
-    in models that hand their positions to the mask; its masks are then boolean. Values cannot be
-    read in a compiled graph.
+    in models that hand their positions to the mask; its masks are then boolean, and separate the
+    sequences. Values cannot be read in a compiled graph.
     """
     global _checked
     given = [t for t in (position_ids, seq_idx) if t is not None and t.dim() == 2]
@@ -161,10 +162,11 @@ def _refuse_unmasked_packing(
         restarts = restarts | (position_ids.diff(dim=-1) <= 0)
     if seq_idx is not None and seq_idx.dim() == 2:
         restarts = restarts | (seq_idx.diff(dim=-1) != 0)
-    if mask is not None:  # positions of padding are arbitrary
+    if mask is not None and mask.dtype == torch.int32:  # positions of padding are arbitrary
         shown = own_key_shown(mask, q_length)
         restarts = restarts & shown[:, 1:] & shown[:, :-1]
-    if bool(restarts.any()):
+    boolean = mask is not None and mask.dtype == torch.bool
+    if bool(restarts.any()) and not (boolean and not crosses(mask, restarts)):
         raise ValueError(
             "fp8_delta_matching: `position_ids` restart (or `seq_idx` changes) within a row (packed "
             "sequences), but no mask separates them, so they would attend to each other. Pass "

@@ -292,7 +292,7 @@ def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
 
 def _report_fused(name: str, module: nn.Module, report: SwapReport) -> None:
     """Experts held as one 3-D parameter are matrix products that no linear module sees."""
-    if "expert" not in type(module).__name__.lower():
+    if not any("expert" in n.lower() for n in (type(module).__name__, name.rsplit(".", 1)[-1])):
         return
     for key, param in module.named_parameters(recurse=False):
         if param.dim() == 3:
