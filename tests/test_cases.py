@@ -13,7 +13,9 @@ import pytest
 
 HERE = Path(__file__).parent
 REPORTS, URLS = 46, 71
-OPTIONAL = {"test_hf_trl.py", "test_hf_gpu.py"} | {p.name for p in HERE.glob("test_kernels_*.py")}
+OPTIONAL = {"test_hf_trl.py", "test_hf_gpu.py", "test_benchmarks.py"} | {
+    p.name for p in HERE.glob("test_kernels_*.py")
+}
 """What a machine without TRL or Triton cannot import."""
 
 COLLECT = """

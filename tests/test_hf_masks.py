@@ -133,7 +133,7 @@ def test_fp8_delta_matching_mask_form(expected: str, create, config: dict, kwarg
             arguments["allow_is_causal_skip"] = False
     theirs = create(**arguments)
     if expected != "none" and theirs is None:
-        theirs = torch.ones(12, 12).tril().bool()[None, None]
+        theirs = torch.ones(12, 12).tril().bool().expand(2, 1, 12, 12)
     if expected == "compact":
         mask = dense(mask, 12)
     if expected != "none":

@@ -12,6 +12,7 @@ from tiny_models import (
     build,
     one_thread,  # noqa: F401
     padded,
+    padded_for,
     plain,
     rel_grads,
     use,
@@ -99,7 +100,7 @@ def test_plain_is_for_unquantised_recipes_on_devices() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_models_in_high_precision_run_torchs_attention(family: str, side: str, monkeypatch) -> None:
     """All layers "bf16": the numbers of Transformers' attention, and none of our ops."""
-    inputs = padded(side)
+    inputs = padded_for(family, side)
     expected, expected_grads = run_model(use(build(family), plain(family)), **inputs._asdict())
     calls = on_a_device(monkeypatch)
     with count_calls() as ours:
