@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_deltamatch.reference.attention import segments
 from hf_deltamatch.reference.visibility import NO_WINDOW, Visibility
 
 
@@ -29,6 +30,14 @@ def plain_attention(
     """``o [B, Hq, Tq, Dv]``, differentiable; arguments as ``delta_matching_attention`` has checked
     them. A query that sees no key gets 0 and sends no gradient."""
     Hq, Tq, Hkv, Tk = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    if cu_q is not None and mask is None and not torch.compiler.is_compiling():
+        # One after the other: a mask over all of them would take Tq x Tk.
+        rest = (None, sinks, None, None, is_causal, window, softmax_scale, softcap)
+        parts = [
+            plain_attention(q[:, :, s.q], k[:, :, s.k], v[:, :, s.k], *rest)
+            for s in segments(Tq, Tk, cu_q, cu_k)
+        ]
+        return torch.cat(parts, 2)
     if Tk == 0:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     square = is_causal and window is None and mask is None and cu_q is None and Tq == Tk
