@@ -27,6 +27,7 @@ from tiny_models import (
     grads_of,
     one_thread,  # noqa: F401
     padded,
+    padded_for,
     plain,
     rel_grads,
     run,
@@ -81,7 +82,7 @@ def test_a_device_has_the_kernels_by_default() -> None:
 def test_families(family: str, side: str) -> None:
     """Logits and gradients: no further from Transformers than 1.1 times the reference's bound, and
     near the reference itself."""
-    inputs = padded(side)
+    inputs = padded_for(family, side)
     real = inputs.real
     expected, expected_grads = run(use(build(family), plain(family)), **inputs._asdict())
     reference, reference_grads = run(ours(family, backend="reference"), **inputs._asdict())
@@ -264,6 +265,29 @@ def test_recipes_by_layer() -> None:
     logits, _ = run(model, **inputs)
     set_attention_recipe(model, "delta_matching", backend="reference")
     assert 0 < rel_rms(run(model, **inputs)[0], logits) < LAYOUT[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_layers_in_high_precision(family: str, side: str) -> None:
+    """They run torch's attention: no call of ours, and the numbers of Transformers' own."""
+    inputs = padded_for(family, side)
+    expected, expected_grads = run(use(build(family), plain(family)), **inputs._asdict())
+    with count_calls() as calls:
+        logits, grads = run(ours(family, "bf16"), **inputs._asdict())
+    if ON_GPU:
+        assert not calls
+    real = inputs.real
+    assert rel_rms(logits[real], expected[real]) < 1e-5
+    assert rel_grads(grads, expected_grads) < 1e-5
+    model = ours(family)
+    set_attention_recipe(model, layers="first_last_bf16")
+    set_attention_recipe(model, layers={"*.layers.1": "delta_matching"})
+    with count_calls() as calls:
+        mixed, _ = run(model, **inputs._asdict())
+    if ON_GPU:
+        assert calls["attention_fwd"] == calls["attention_bwd"] == 1
+    assert 1e-4 < rel_rms(mixed[real], expected[real]) < 1.1 * FP8_ERROR[family][0]
 
 
 def test_every_family_trains() -> None:

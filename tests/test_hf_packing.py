@@ -12,6 +12,7 @@ from tiny_models import (
 )
 
 from hf_deltamatch.hf import attention, packing
+from hf_deltamatch.hf.masks import crosses
 from hf_deltamatch.testing import assert_close
 
 RESTART = "`position_ids` restart.*cu_seq_lens_q and cu_seq_lens_k.*use_cache=False"
@@ -90,6 +91,70 @@ def test_what_the_error_advises(family: str, ids: torch.Tensor) -> None:
     packed = model(ids, position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU).logits[0]
     alone = torch.cat([model(part).logits[0] for part in ids.split(LENGTHS, dim=1)])
     assert_close(packed, alone, rms=1e-6)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@torch.no_grad()
+def test_index_of_the_sequence(positions: bool, ids: torch.Tensor) -> None:
+    """`seq_idx`, which collators make for state-space layers: harmless beside a separation, refused
+    where it is the only one."""
+    model = use(build("llama"), recipe="bf16")
+    index = torch.tensor([[0] * 12 + [1] * 18], dtype=torch.int32)
+    alone = torch.cat([model(part).logits[0] for part in ids.split(LENGTHS, dim=1)])
+    told = {"cu_seq_lens_q": CU} | ({"position_ids": PACKED} if positions else {})
+    packed = model(ids, seq_idx=index, position_ids=PACKED, use_cache=False).logits[0]
+    assert_close(packed, alone, rms=1e-6)
+    if positions:
+        assert_close(model(ids, seq_idx=index, **told).logits[0], alone, rms=1e-6)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=RESTART.replace("restart", "restart .or `seq_idx` ch")
+        ):
+            model(ids, seq_idx=index)
+    model(ids, seq_idx=torch.zeros_like(index))
+    mask = torch.ones_like(ids)
+    mask[:, :12] = 0
+    model(ids, seq_idx=index, attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+@torch.no_grad()
+def test_boolean_masks_must_separate(family: str, ids: torch.Tensor) -> None:
+    """A mask of the user's own is no promise: one that is causal alone would let sequences meet."""
+    model = use(build(family), recipe="bf16")
+    causal = torch.ones(30, 30).tril().bool()[None, None]
+    document = (PACKED == 0).cumsum(-1)
+    apart = causal & (document[:, None, :, None] == document[:, None, None, :])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=RESTART):
+            model(ids, position_ids=PACKED, attention_mask=causal)
+    packed = model(ids, position_ids=PACKED, attention_mask=apart).logits[0]
+    alone = torch.cat([model(part).logits[0] for part in ids.split(LENGTHS, dim=1)])
+    assert_close(packed, alone, rms=1e-6)
+    hidden = causal.clone()
+    hidden[..., :12] = False  # padding, whose positions mean nothing
+    model(ids, position_ids=PACKED, attention_mask=hidden)
+
+
+def test_crosses() -> None:
+    """With keys of a cache before, keys not written yet behind, windows, and one mask for all rows."""
+    restarts = torch.zeros(1, 5, dtype=torch.bool)
+    restarts[0, 2] = True  # the fourth token starts a sequence
+    for before, behind in ((0, 0), (4, 0), (0, 3), (4, 3)):
+        query = before + torch.arange(6)[:, None]
+        key = torch.arange(before + 6 + behind)
+        causal = (key <= query)[None, None]
+        start = before + 3
+        apart = causal & ~((query >= start) & (key < start))
+        assert crosses(causal, restarts) and not crosses(apart, restarts)
+        assert crosses(causal & (query - key < 2), restarts)
+        assert not crosses(causal & (query - key < 1), restarts)
+        assert not crosses(causal & (key >= start), restarts)  # padding up to there
+        both = torch.cat((apart, causal))
+        assert crosses(both, restarts) and crosses(both.expand(2, 4, -1, -1), restarts)
+        assert not crosses(both, torch.stack((restarts[0], ~restarts[0] & restarts[0])))
+        assert not crosses(torch.ones_like(causal), restarts)  # everybody sees everything
+    assert not crosses(torch.ones(2, 1, 1, 6, dtype=torch.bool), restarts)
 
 
 def test_half_of_a_description(ids: torch.Tensor) -> None:

@@ -8,10 +8,7 @@ import torch
 from attention_cases import Shape
 
 pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-
-from kernel_cases import (  # noqa: E402
+from kernel_cases import (
     DEVICE,
     difference,
     exact,
@@ -20,11 +17,11 @@ from kernel_cases import (  # noqa: E402
     through_reference,
 )
 
-import hf_deltamatch  # noqa: E402
-from hf_deltamatch import delta_matching_attention  # noqa: E402
-from hf_deltamatch.diagnostics import count_calls, record_row_sum  # noqa: E402
-from hf_deltamatch.kernels import attention_config  # noqa: E402
-from hf_deltamatch.testing import row_sum_residual  # noqa: E402
+import hf_deltamatch
+from hf_deltamatch import delta_matching_attention
+from hf_deltamatch.diagnostics import count_calls, record_row_sum
+from hf_deltamatch.kernels import attention_config
+from hf_deltamatch.testing import row_sum_residual
 
 pytestmark = pytest.mark.gpu
 

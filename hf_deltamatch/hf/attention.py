@@ -52,6 +52,7 @@ def fp8_delta_matching_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention interface of Transformers on :func:`delta_matching_attention`.
@@ -73,6 +74,8 @@ def fp8_delta_matching_attention(
         )
     query, key, value = _one_dtype(module, query, key, value)
     choice = choice_of(module)
+    # A layer left in high precision has no kernel to be asked for by name.
+    by_device = choice.backend == "triton" and not choice.recipe.quantize
     options = {}
     mask = None if attention_mask is None else usable_mask(attention_mask)
     # Aligned bottom-right: a single query, the newest token, sees all keys of its window.
@@ -85,8 +88,8 @@ def fp8_delta_matching_attention(
             mask = drop_redundant_mask(
                 module, mask, cu_seqlens, query.shape[2], key.shape[2], causal, window
             )
-    elif mask is None or mask.dtype == torch.int32:
-        refuse_unmasked_packing(module, kwargs.get("position_ids"), mask, query.shape[2])
+    else:
+        refuse_unmasked_packing(module, kwargs.get("position_ids"), seq_idx, mask, query.shape[2])
     if mask is None:  # else it says it all
         options |= {"is_causal": causal, "window": window}
     output = delta_matching_attention(
@@ -98,7 +101,7 @@ def fp8_delta_matching_attention(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.reshape(-1),
         recipe=choice.recipe,
-        backend=choice.backend,
+        backend=None if by_device else choice.backend,
         **options,
     )
     return output.transpose(1, 2), None

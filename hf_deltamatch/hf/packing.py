@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
-from hf_deltamatch.hf.masks import NO_WINDOW, has_values, own_key_shown
+from hf_deltamatch.hf.masks import NO_WINDOW, crosses, has_values, own_key_shown
 
 # Answers about tensors that are as they were, newest last, with the layers that have asked: one look
 # per forward and kind of mask, as all layers are handed the same tensors.
@@ -88,36 +88,49 @@ def _shows_all(
 
 
 def refuse_unmasked_packing(
-    asker: nn.Module, position_ids: Tensor | None, mask: Tensor | None, q_length: int
+    asker: nn.Module,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    q_length: int,
 ) -> None:
-    """Positions that restart mean packed sequences; without a mask they would see each other.
+    """Positions that restart, or another index of the sequence, mean packed sequences; without a mask
+    they would see each other.
 
     Transformers looks for packing only without a cache and without an ``attention_mask``, and only
-    in models that hand their positions to the mask; its masks are then boolean. Values cannot be
-    read in a compiled graph.
+    in models that hand their positions to the mask; its masks are then boolean, and separate the
+    sequences. Values cannot be read in a compiled graph.
 
     Raises:
-        ValueError: they restart between tokens that are no padding.
+        ValueError: sequences change between tokens that are no padding, and no mask separates them.
     """
-    if position_ids is None or position_ids.dim() != 2 or q_length == 1:
-        return
-    if not has_values(position_ids):
+    position_ids, seq_idx = (
+        t if t is not None and t.dim() == 2 else None for t in (position_ids, seq_idx)
+    )
+    given = [t for t in (position_ids, seq_idx) if t is not None]
+    if not given or q_length == 1 or not all(map(has_values, given)):
         return
 
-    def restart() -> bool:
-        restarts = position_ids.diff(dim=-1) <= 0
-        if mask is not None:  # positions of padding are arbitrary
+    def meet() -> bool:
+        restarts = torch.zeros((), dtype=torch.bool, device=given[0].device)
+        if position_ids is not None:
+            restarts = restarts | (position_ids.diff(dim=-1) <= 0)
+        if seq_idx is not None:
+            restarts = restarts | (seq_idx.diff(dim=-1) != 0)
+        if mask is not None and mask.dtype == torch.int32:  # positions of padding are arbitrary
             shown = own_key_shown(mask, q_length)
             restarts = restarts & shown[:, 1:] & shown[:, :-1]
-        return bool(restarts.any())
+        boolean = mask is not None and mask.dtype == torch.bool
+        return bool(restarts.any()) and (not boolean or crosses(mask, restarts))
 
-    if _once(asker, restart, (position_ids, mask)):
+    if _once(asker, meet, (position_ids, seq_idx, mask)):
         raise ValueError(
-            "fp8_delta_matching: `position_ids` restart within a row (packed sequences), but no "
-            "mask separates them, so they would attend to each other. Pass cu_seq_lens_q and "
-            "cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
-            "them), which works for every model that hands keyword arguments on; or, for models "
-            "that look for packing in their positions, use_cache=False and no attention_mask."
+            "fp8_delta_matching: `position_ids` restart (or `seq_idx` changes) within a row (packed "
+            "sequences), but no mask separates them, so they would attend to each other. Pass "
+            "cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening with "
+            "return_flash_attn_kwargs=True makes them), which works for every model that hands "
+            "keyword arguments on; or, for models that look for packing in their positions, "
+            "use_cache=False and no attention_mask."
         )
 
 
