@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 EPILOG = """\
 examples:
@@ -15,6 +17,7 @@ examples:
   hf-deltamatch recipe delta_matching --block 1xD --project-row-sum
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch bench attention --json attention.json
+  hf-deltamatch bench linear --shape 16384,4096,14336 --recipe blockwise
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -100,30 +103,45 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="our kernels beside BF16 and FP8 of others, on a CUDA device",
-        description="Times of attention as a training step sees it (many calls queued) and of one "
-        "call; every row is checked first. Exit status 2 if one of ours fails its check.",
+        description="Times as a training step sees them (many calls queued), and of one call; every "
+        "row is checked first. Exit status 2 if one of ours fails its check.",
     )
-    bench.add_argument("what", choices=["attention"])
-    bench.add_argument(
+    benches = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
+    attention = benches.add_parser("attention", help="attention, forward and backward")
+    attention.add_argument(
         "--shape",
         action="append",
         metavar="B,Hq,Hkv,T,D,MASK",
         help="MASK is causal, full or windowN, as in 1,16,16,32768,128,window128; may be repeated "
         "(default: the shapes of examples/benchmarks)",
     )
-    bench.add_argument(
+    attention.add_argument(
         "--recipe",
         action="append",
         metavar="'NAME [BLOCK]'",
         help="may be repeated (default: delta_matching; for the first shape also "
         "'delta_matching 1xD' and stale_delta)",
     )
-    bench.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="also write the times to this file, after every shape",
+    linear = benches.add_parser("linear", help="linear layers, forward and both gradients")
+    linear.add_argument(
+        "--shape",
+        action="append",
+        metavar="TOKENS,IN,OUT",
+        help="as in 16384,4096,14336; may be repeated (default: three shapes of a model of 8B)",
     )
+    linear.add_argument(
+        "--recipe",
+        action="append",
+        metavar="'NAME [compiled]'",
+        help="may be repeated (default: blockwise, 'blockwise compiled', rowwise, mx)",
+    )
+    for one in (attention, linear):
+        one.add_argument(
+            "--json",
+            type=Path,
+            metavar="FILE",
+            help="also write the times to this file, after every shape",
+        )
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser
@@ -236,27 +254,41 @@ def _write_json(path: Path | None, result: dict) -> None:
 def _bench(args: argparse.Namespace) -> int:
     _check_json(args.json)
     try:
-        from hf_deltamatch.benchmarks import attention, shapes
+        from hf_deltamatch.benchmarks import tables
     except ImportError as error:
         raise ValueError(f"the kernels need Triton ({error}).") from error
-    chosen = None
-    if args.shape is not None:
-        chosen = tuple(shapes.parse_shape(text) for text in args.shape)
-    for text in args.recipe or ():
-        shapes.parse_recipe(text)
+    report = {
+        "progress": lambda text: print(text, flush=True),
+        "keep": lambda result: _write_json(args.json, result),
+    }
     try:
-        result = attention.bench_attention(
-            chosen,
-            None if args.recipe is None else tuple(args.recipe),
-            progress=lambda text: print(text, flush=True),
-            keep=lambda result: _write_json(args.json, result),
-        )
-    except attention.BenchError as error:
+        result = {"attention": _bench_attention, "linear": _bench_linear}[args.what](args, report)
+    except tables.BenchError as error:
         return _failed("bench", error)
-    failed = attention.failures(result)
+    failed = tables.failures(result)
     for text in failed:
         _failed("bench", RuntimeError(text))
     return 2 if failed else 0
+
+
+def _bench_attention(args: argparse.Namespace, report: dict) -> dict:
+    from hf_deltamatch.benchmarks import attention, shapes
+
+    chosen = _parsed(args.shape, shapes.parse_shape)
+    _parsed(args.recipe, shapes.parse_recipe)
+    return attention.bench_attention(chosen, args.recipe and tuple(args.recipe), **report)
+
+
+def _bench_linear(args: argparse.Namespace, report: dict) -> dict:
+    from hf_deltamatch.benchmarks import linear, linear_shapes
+
+    chosen = _parsed(args.shape, linear_shapes.parse_linear_shape)
+    _parsed(args.recipe, linear_shapes.parse_linear_recipe)
+    return linear.bench_linear(chosen, args.recipe and tuple(args.recipe), **report)
+
+
+def _parsed(texts: list[str] | None, parse: Callable[[str], Any]) -> tuple | None:
+    return None if texts is None else tuple(parse(text) for text in texts)
 
 
 def _eval(argv: list[str]) -> int:

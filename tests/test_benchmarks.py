@@ -18,7 +18,7 @@ if kernels.missing("attention", DEVICE):
     pytest.skip("no device for the kernels", allow_module_level=True)
 
 from hf_deltamatch import cli, delta_matching_attention  # noqa: E402
-from hf_deltamatch.benchmarks import attention, baselines, timing, verify  # noqa: E402
+from hf_deltamatch.benchmarks import attention, baselines, tables, timing, verify  # noqa: E402
 from hf_deltamatch.benchmarks.shapes import (  # noqa: E402
     RECIPES,
     SHAPES,
@@ -153,7 +153,7 @@ def test_no_speed_for_wrong_numbers(clock, monkeypatch: pytest.MonkeyPatch) -> N
     row = rows["delta_matching"]
     assert "kernels and reference differ" in row["failed"] and "fwd_ms" not in row
     result = {"shapes": [{"name": "x", "rows": rows}]}
-    (failure,) = attention.failures(result)
+    (failure,) = tables.failures(result)
     assert failure.startswith("x, delta_matching: kernels and reference differ")
 
 
@@ -237,7 +237,7 @@ def test_rows_on_a_device(mask: str) -> None:
     """Ours and FlashAttention-2 are timed for every mask, the window included."""
     shape = parse_shape(f"1,4,2,1024,128,{mask}")
     rows = attention.bench_shape(shape, ["delta_matching"], 1000.0)
-    assert attention.failures({"shapes": [{"name": "", "rows": rows}]}) == []
+    assert tables.failures({"shapes": [{"name": "", "rows": rows}]}) == []
     assert rows[baselines.FLASH2]["fwd_bwd_ms"] > 0, rows[baselines.FLASH2]
     assert 0 < rows["delta_matching"]["quantize_ms"] < rows["delta_matching"]["fwd_bwd_ms"]
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "numerics": {"formats", "recipes", "testing", "reference"},
     "diagnostics": {"formats", "recipes", "testing", "reference", "ops"},
     "environment": set(),
-    "benchmarks": {"formats", "recipes", "testing", "reference", "kernels", "ops"},
+    "benchmarks": {"formats", "recipes", "testing", "reference", "kernels", "ops", "hf"},
     "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
     "cli": {"recipes", "ops", "hf", "diagnostics", "numerics", "environment", "benchmarks"},
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
@@ -30,7 +30,7 @@ ALLOWED = {
 # Third-party packages and the only layers that may import them.
 ONLY_IN = {
     "triton": {"kernels"},
-    "transformers": {"hf", "cli"},
+    "transformers": {"hf", "cli", "benchmarks"},
     "lm_eval": {"hf", "cli"},
     "peft": {"hf"},
     "accelerate": set(),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch import kernels
-from hf_deltamatch.benchmarks import baselines, timing, verify
+from hf_deltamatch.benchmarks import baselines, tables, timing, verify
 from hf_deltamatch.benchmarks.shapes import RECIPES, SHAPES, Shape, make_inputs, parse_recipe
 from hf_deltamatch.ops.attention import delta_matching_attention
 from hf_deltamatch.recipes import AttentionRecipe
@@ -33,10 +33,6 @@ METHOD = {
     "kernels, two groups of heads, up to 1024 tokens",
     "error": "relative error of sampled rows at the full length against FP64",
 }
-
-
-class BenchError(RuntimeError):
-    """Nothing can be timed here."""
 
 
 def bench_attention(
@@ -59,11 +55,11 @@ def bench_attention(
         has ``failed`` (the reason) or times.
 
     Raises:
-        BenchError: no CUDA device with kernels.
+        tables.BenchError: no CUDA device with kernels.
     """
     reason = kernels.missing("attention", torch.device("cuda"))
     if reason is not None:
-        raise BenchError(f"attention is timed on a CUDA device with kernels: {reason}.")
+        raise tables.BenchError(f"attention is timed on a CUDA device with kernels: {reason}.")
     peak = timing.fp8_peak()
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {"fp8_peak_tflops": peak, "method": METHOD, "shapes": []}
@@ -74,16 +70,6 @@ def bench_attention(
         progress(format_shape(shape, rows))
         keep(result)
     return result
-
-
-def failures(result: dict[str, Any]) -> list[str]:
-    """Our rows without a speed, as ``shape, recipe: reason``."""
-    return [
-        f"{s['name']}, {name}: {row['failed']}"
-        for s in result["shapes"]
-        for name, row in s["rows"].items()
-        if row["ours"] and "failed" in row
-    ]
 
 
 def bench_shape(
@@ -108,7 +94,7 @@ def bench_shape(
             got, allowed = _both(make(), inputs), verify.MAX_ERROR[kind]
             row["error"] = verify.against_fp64(sampled, truth, *got, allowed)
         except Exception as error:  # whatever another library raises, or a compiler
-            row["failed"] = _reason(error)
+            row["failed"] = tables.reason(error)
         else:
             forwards[name] = make()
 
@@ -157,12 +143,6 @@ def _both(forward: baselines.Attention, inputs: tuple[Tensor, ...]) -> tuple[Ten
     return (o, *torch.autograd.grad(o, inputs[:3], inputs[3]))
 
 
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    expected = isinstance(error, (baselines.Absent, verify.WrongNumbers))
-    return lines[0] if expected else f"{type(error).__name__}: {lines[0]}".rstrip(": ")
-
-
 def _add_rates(rows: dict[str, dict[str, Any]], shape: Shape, peak: float) -> None:
     timed = [row for row in rows.values() if "failed" not in row]
     for part, factor in (("fwd", 1.0), ("fwd_bwd", 3.5)):
@@ -186,14 +166,4 @@ COLUMNS = (
 
 def format_shape(shape: Shape, rows: dict[str, dict[str, Any]]) -> str:
     """One table; ``x BF16`` is how many times as fast as the best BF16 row."""
-    lines = [f"{shape!s:<36}" + "".join(f"{head:>{len(head) + 2}}" for head, _, _ in COLUMNS)]
-    for name, row in rows.items():
-        if "failed" in row:
-            lines.append(f"  {name:<34}  not timed: {row['failed']}")
-            continue
-        cells = []
-        for head, key, form in COLUMNS:
-            value = row.get(key)
-            cells.append(f"{'' if value is None else format(value, form):>{len(head) + 2}}")
-        lines.append(f"  {name:<34}" + "".join(cells))
-    return "\n".join(lines)
+    return tables.format_rows(str(shape), rows, COLUMNS)

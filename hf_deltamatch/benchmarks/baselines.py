@@ -68,7 +68,8 @@ def flash2(s: Shape) -> Attention:
     return forward
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Can ``module`` be imported?"""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its package
@@ -76,7 +77,7 @@ def _installed(module: str) -> bool:
 
 
 def flash4(s: Shape) -> Attention:
-    if not _installed("flash_attn.cute"):
+    if not installed("flash_attn.cute"):
         raise Absent("`flash_attn.cute` is not installed (pip install flash-attn-4)")
     from flash_attn.cute import flash_attn_func
 
@@ -110,7 +111,7 @@ def _only_fused_attention() -> Iterator[None]:
 def transformer_engine(s: Shape) -> Attention:
     """cuDNN's FP8 attention through Transformer Engine: BF16 in and out, E4M3 forward and E5M2
     backward, delayed scaling per tensor."""
-    if not _installed("transformer_engine.pytorch"):
+    if not installed("transformer_engine.pytorch"):
         raise Absent("`transformer_engine` is not installed")
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format

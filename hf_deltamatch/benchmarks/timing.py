@@ -110,3 +110,15 @@ def fp8_peak(size: int = 8192) -> float:
         a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     return 2 * size**3 / measure({"": product}, singles=1)[""].queued / 1e9
+
+
+def bf16_peak(size: int = 8192) -> float:
+    """BF16 matmul rate of this device now, TFLOP/s (queued)."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / measure({"": lambda: a @ b.t()}, singles=1)[""].queued / 1e9
+
+
+def copy_bandwidth(n_bytes: int = 2**30) -> float:
+    """TB/s that a copy of ``n_bytes`` reads and writes on this device now (queued)."""
+    a, b = (torch.empty(n_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
+    return 2 * n_bytes / measure({"": lambda: a.copy_(b)}, singles=1)[""].queued / 1e9

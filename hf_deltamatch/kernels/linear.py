@@ -38,7 +38,7 @@ from hf_deltamatch.recipes import LinearRecipe
 _BLOCKS = {"blockwise": (VECTOR, TILE_128), "rowwise": (ROW, ROW), "mx": (MX, MX)}
 
 
-def _quantize(
+def quantize(
     x: Tensor, recipe: LinearRecipe, what: str, *, rows: bool = False, columns: bool = False
 ) -> tuple[Operand, Operand]:
     """``what`` is ``x``, ``dy`` or ``weight``. What is not asked for is None."""
@@ -53,8 +53,8 @@ def linear_fwd(
 ) -> tuple[Tensor, Operand | None]:
     """``x [tokens, in]``, ``weight [out, in]``, ``bias [out]`` to ``[tokens, out]`` in the dtype of
     x; with ``save_input`` also x as :func:`linear_bwd` reads it."""
-    rows, columns = _quantize(x, recipe, "x", rows=True, columns=save_input)
-    w, _ = _quantize(weight, recipe, "weight", rows=True)
+    rows, columns = quantize(x, recipe, "x", rows=True, columns=save_input)
+    w, _ = quantize(weight, recipe, "weight", rows=True)
     return gemm(rows, w, x.dtype, bias), columns
 
 
@@ -67,10 +67,10 @@ def linear_bwd(
 ) -> tuple[Tensor | None, Tensor | None]:
     """grad_input ``[tokens, in]`` in the dtype of dy where ``weight [out, in]`` is given, and
     grad_weight ``[out, in]`` in ``dtype`` where the saved input is. ``dy`` is read once."""
-    rows, columns = _quantize(dy, recipe, "dy", rows=weight is not None, columns=x is not None)
+    rows, columns = quantize(dy, recipe, "dy", rows=weight is not None, columns=x is not None)
     dx = dw = None
     if weight is not None:
-        dx = gemm(rows, _quantize(weight, recipe, "weight", columns=True)[1], dy.dtype)
+        dx = gemm(rows, quantize(weight, recipe, "weight", columns=True)[1], dy.dtype)
     if x is not None:
         dw = gemm(columns, x, dtype)
     return dx, dw
