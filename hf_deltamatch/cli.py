@@ -18,6 +18,7 @@ examples:
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch bench attention --json attention.json
   hf-deltamatch bench linear --shape 16384,4096,14336 --recipe blockwise
+  hf-deltamatch bench step --layers 8 --json step.json
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -135,12 +136,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar="'NAME [compiled]'",
         help="may be repeated (default: blockwise, 'blockwise compiled', rowwise, mx)",
     )
-    for one in (attention, linear):
+    step = benches.add_parser("step", help="training steps of a Llama: forward, backward, AdamW")
+    for flag, default, what in (
+        ("--layers", 20, "layers"),
+        ("--hidden", 2048, "width; a multiple of 256, the feed-forward has four of it"),
+        ("--tokens", 8192, "tokens of the one sequence"),
+    ):
+        step.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    step.add_argument(
+        "--arm",
+        action="append",
+        metavar="NAME",
+        help="fp8, fp8-attention or fp8-linears; may be repeated (default: fp8), beside bf16",
+    )
+    step.add_argument(
+        "--weights",
+        default="bf16",
+        help="bf16: weights and optimiser state too; fp32: those in FP32, autocast to BF16 "
+        "(default: %(default)s)",
+    )
+    for one in (attention, linear, step):
         one.add_argument(
             "--json",
             type=Path,
             metavar="FILE",
-            help="also write the times to this file, after every shape",
+            help="also write the times to this file, as they come",
         )
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
@@ -262,7 +284,7 @@ def _bench(args: argparse.Namespace) -> int:
         "keep": lambda result: _write_json(args.json, result),
     }
     try:
-        result = {"attention": _bench_attention, "linear": _bench_linear}[args.what](args, report)
+        result = BENCHES[args.what](args, report)
     except tables.BenchError as error:
         return _failed("bench", error)
     failed = tables.failures(result)
@@ -285,6 +307,16 @@ def _bench_linear(args: argparse.Namespace, report: dict) -> dict:
     chosen = _parsed(args.shape, linear_shapes.parse_linear_shape)
     _parsed(args.recipe, linear_shapes.parse_linear_recipe)
     return linear.bench_linear(chosen, args.recipe and tuple(args.recipe), **report)
+
+
+def _bench_step(args: argparse.Namespace, report: dict) -> dict:
+    from hf_deltamatch.benchmarks import step
+
+    size = step.Size(args.layers, args.hidden, args.tokens)
+    return step.bench_step(size, args.arm, args.weights, **report)
+
+
+BENCHES = {"attention": _bench_attention, "linear": _bench_linear, "step": _bench_step}
 
 
 def _parsed(texts: list[str] | None, parse: Callable[[str], Any]) -> tuple | None:
