@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 pytest.importorskip("triton")
 from hf_deltamatch import cli, kernels
@@ -23,7 +24,7 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_size_counts_what_the_model_has(small_vocabulary) -> None:
     with torch.device("meta"):
-        model = step_arm.LlamaForCausalLM(TINY.config())
+        model = LlamaForCausalLM(TINY.config())
     assert sum(p.numel() for p in model.parameters()) == TINY.parameters
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     pairs = 24 * 24 / 2

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, swap_linears
 
@@ -147,12 +147,13 @@ def run_arm(
     return row | {"process_s": time.perf_counter() - started}
 
 
-def _model(size: Size, arm: Arm, weights: str, device: str) -> LlamaForCausalLM:
-    config = size.config()
-    config._attn_implementation = ATTN_IMPLEMENTATION if arm.attention else "sdpa"
+def _model(size: Size, arm: Arm, weights: str, device: str) -> PreTrainedModel:
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+    implementation = ATTN_IMPLEMENTATION if arm.attention else "sdpa"
     with torch.device(device):
-        model = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16) if weights == "bf16" else model
+        return AutoModelForCausalLM.from_config(
+            size.config(), dtype=dtype, attn_implementation=implementation
+        )
 
 
 def _loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:

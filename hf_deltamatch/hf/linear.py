@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_deltamatch.hf.layer_words import named_layers
+from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_rules import (
     default_reason,
     in_features,
@@ -93,8 +94,9 @@ class SwapReport:
 def swap_linears(
     model: nn.Module,
     recipe: str | LinearRecipe | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | AutoFilter | str | None = None,
     *,
+    tokens: int | None = None,
     include: Iterable[str] = (),
     modules_to_not_convert: Iterable[str] | None = None,
     layers: dict[str, str | LinearRecipe] | str | None = None,
@@ -115,7 +117,10 @@ def swap_linears(
             them, with the recipe of each, and gets no others (so that ``swap_linears(model,
             backend=…)`` changes nothing else); any other model gets ``"blockwise"``.
         filter_fn: ``filter_fn(module, name)``; False leaves a module. It narrows the default
-            choice; see ``include`` to widen it.
+            choice; see ``include`` to widen it. ``"auto"`` leaves those that a model of the device's
+            rates (:mod:`hf_deltamatch.hf.linear_cost`) predicts to be as fast in BF16, but for those
+            of ``include``.
+        tokens: for ``"auto"``, the tokens of one forward (batch times sequence); default 8192.
         include: module patterns to swap although the default leaves them.
         modules_to_not_convert: module patterns to leave.
         layers: module pattern to recipe, the most specific one wins; ``"bf16"`` leaves a module.
@@ -128,7 +133,7 @@ def swap_linears(
 
     Raises:
         ValueError: nothing would be swapped, a pattern matches nothing, or there is no such
-            backend; the model is then as it was.
+            backend or filter; the model is then as it was.
         TypeError: a string instead of a list of patterns, or a list instead of a dict.
 
     >>> report = swap_linears(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)))
@@ -138,6 +143,7 @@ def swap_linears(
       left 1: out_features 2 < 16
     """
     check_backend("swap_linears", backend)
+    filter_fn = auto_filter(filter_fn, tokens)
     plan = plan_linears(
         model,
         recipe,
@@ -147,6 +153,8 @@ def swap_linears(
         layers=named_layers("swap_linears: `layers`", layers, model, linear_modules(model)),
     )
     report = swap_by_plan(model, plan, backend)
+    if isinstance(filter_fn, AutoFilter) and filter_fn.note is not None:
+        report.notes.append(filter_fn.note)
     update_saved_config(model)
     return report
 
@@ -154,7 +162,7 @@ def swap_linears(
 def plan_linears(
     model: nn.Module,
     recipe: str | LinearRecipe | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | AutoFilter | None = None,
     *,
     include: list[str],
     leave: list[str],
@@ -192,13 +200,16 @@ def plan_linears(
             reason = f"layers[{pattern!r}] is 'bf16'"
         if reason is None and keep and not (kept or included or pattern is not None):
             reason = "was not in FP8 before; name a recipe to swap it"
-        if reason is None and filter_fn is not None and not filter_fn(module, name):
-            reason = "filter_fn returned False"
         if reason is not None:
             return reason
+        chosen = module.fp8_recipe if kept else base
         if pattern is not None:
-            return per_layer[pattern]
-        return module.fp8_recipe if kept else base
+            chosen = per_layer[pattern]
+        if isinstance(filter_fn, AutoFilter):
+            return (None if included else filter_fn.reason(module, chosen)) or chosen
+        if filter_fn is not None and not filter_fn(module, name):
+            return "filter_fn returned False"
+        return chosen
 
     return {name: decide(name, module) for name, module in linears.items()}
 
