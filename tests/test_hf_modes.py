@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
 )
 from transformers.utils import is_optimum_quanto_available
 
@@ -101,6 +102,13 @@ def test_offloaded_caches(cache: str, recipe) -> None:
     options["attention_mask"] = torch.ones_like(ids)
     tokens = model.generate(ids, cache_implementation=cache, disable_compile=True, **options)
     assert torch.equal(tokens, model.generate(ids, **options))
+
+
+def test_continuous_batching_is_refused() -> None:
+    """By Transformers, which wants an implementation of its own kind for it, with what it takes."""
+    config = GenerationConfig(max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="fp8_delta_matching.* is not supported.*paged"):
+        use(build("llama")).generate_batch(inputs=[[5, 6, 7]], generation_config=config)
 
 
 # --- models that read and see, and encoder-decoders ---------------------------------------------
