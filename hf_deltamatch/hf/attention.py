@@ -171,9 +171,10 @@ def _refuse_unmasked_packing(
         raise ValueError(
             "fp8_delta_matching: `position_ids` restart (or `seq_idx` changes) within a row (packed "
             "sequences), but no mask separates them, so they would attend to each other. Pass "
-            "cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening with return_flash_attn_kwargs=True makes "
-            "them), which works for every model that hands keyword arguments on; or, for models "
-            "that look for packing in their positions, use_cache=False and no attention_mask."
+            "cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening with "
+            "return_flash_attn_kwargs=True makes them), which works for every model that hands "
+            "keyword arguments on; or, for models that look for packing in their positions, "
+            "use_cache=False and no attention_mask."
         )
     # Inference tensors count no versions: a change in place would go unseen.
     if not torch.is_inference_mode_enabled() and not any(
