@@ -72,7 +72,7 @@ def _fwd_tile_fp8(
         f = q_row[:, None] * column[None, :]
         fold = tl.load(v_descale_ptr + offs_n, mask=offs_n < Tk, other=0.0)
     if SOFTCAP:
-        s = tanh(s * (f * (softmax_scale / softcap)))
+        s = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         c = softcap * LOG2E
     elif TILE:
         c = positive(f * (softmax_scale * LOG2E))
