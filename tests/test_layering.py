@@ -23,14 +23,25 @@ ALLOWED = {
     "environment": set(),
     "benchmarks": {"formats", "recipes", "testing", "reference", "kernels", "ops"},
     "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
-    "cli": {"recipes", "ops", "hf", "diagnostics", "numerics", "environment", "benchmarks"},
+    "training": {"recipes", "ops", "hf", "diagnostics", "environment"},
+    "study": {"recipes", "ops", "hf", "diagnostics", "environment", "training"},
+    "cli": {
+        "recipes",
+        "ops",
+        "hf",
+        "diagnostics",
+        "numerics",
+        "environment",
+        "benchmarks",
+        "study",
+    },
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
     "__main__": {"cli"},
 }
 # Third-party packages and the only layers that may import them.
 ONLY_IN = {
     "triton": {"kernels"},
-    "transformers": {"hf", "cli"},
+    "transformers": {"hf", "cli", "study"},
     "lm_eval": {"hf", "cli"},
     "peft": {"hf"},
     "accelerate": set(),
