@@ -9,17 +9,20 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiny_models import batch, build, one_thread, use  # noqa: F401
+from tiny_models import batch, build, one_thread  # noqa: F401
 
 from hf_deltamatch.testing import assert_close
 from hf_deltamatch.training import build_optimizers
 from hf_deltamatch.training import state as st
 
 STEPS = 2
+# Measured: 1.5e-5, the rounding of sums in another order; 1.4e-2 with Muon, which orthogonalises in
+# BF16; orthogonalising every half for itself gives 0.08 to 0.11 on the matrices.
+BOUND = {"adamw": 1e-4, "muon": 3e-2}
 
 
 def make(kind: str):
-    model = use(build("llama", tie_word_embeddings=True)).train()
+    model = build("llama", tie_word_embeddings=True).train()
     return model, lambda: build_optimizers(model, kind, lr=1e-2)
 
 
@@ -65,7 +68,7 @@ def sharded(folder: Path) -> None:
         for name, p in again.named_parameters():
             assert torch.equal(p.full_tensor(), mine[name].full_tensor()), name
         found = st.optimizer_state(again, others)
-        for a, b in zip(optimizer, found, strict=True):
+        for a, b in zip(optimizer, found, strict=True) if rank == 0 else ():  # it alone has them
             for name, entry in a["state"].items():
                 for key, value in entry.items():
                     assert torch.equal(b["state"][name][key], value), (name, key)
@@ -89,7 +92,7 @@ def test_fsdp2_of_two_is_one_and_moves_to_one(tmp_path: Path) -> None:
         optimizers = optimizers_of()
         steps(model, optimizers, batch(2, 32), STEPS)
         for name, tensor in load_file(tmp_path / f"{kind}.safetensors").items():
-            assert_close(tensor, model.state_dict()[name], rms=2e-3, what=f"{kind} {name}")
+            assert_close(tensor, model.state_dict()[name], rms=BOUND[kind], what=f"{kind} {name}")
         moved, optimizers_of = make(kind)
         others = optimizers_of()
         st.load_model(moved, tmp_path / f"{kind}.safetensors")
@@ -97,7 +100,7 @@ def test_fsdp2_of_two_is_one_and_moves_to_one(tmp_path: Path) -> None:
         for m, o in ((model, optimizers), (moved, others)):
             steps(m, o, batch(2, 32), 1)
         for name, tensor in moved.state_dict().items():
-            assert_close(tensor, model.state_dict()[name], rms=2e-3, what=f"{kind} {name}")
+            assert_close(tensor, model.state_dict()[name], rms=BOUND[kind], what=f"{kind} {name}")
 
 
 if __name__ == "__main__":
