@@ -82,6 +82,7 @@ class Training:
             for module in model.modules():
                 if type(module).__name__ in (model._no_split_modules or ()):
                     module.compile()
+        model.to(accelerator.device)  # before the optimisers: fused ones want it there
         betas = tuple(o.betas)
         make = tr.build_optimizers
         made = make(model, o.optimizer, lr=o.lr, weight_decay=o.weight_decay, betas=betas)
