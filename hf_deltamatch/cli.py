@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_deltamatch.study import command as study
+from hf_deltamatch.training import plot
 
 EPILOG = """\
 examples:
@@ -18,6 +19,7 @@ examples:
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch bench attention --json attention.json
   hf-deltamatch study examples/configs/study_table.yaml --output runs/table
+  hf-deltamatch plot runs/pretrain_tiny
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -59,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
         run["study"] = study.run_command
+        run["plot"] = plot.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -128,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also write the times to this file, after every shape",
     )
     study.add_parser(commands)
+    plot.add_parser(commands)
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser
