@@ -74,7 +74,6 @@ class Training:
         held_out,
     ) -> None:
         self.o, self.accelerator, self.sampler, self.held_out = o, accelerator, sampler, held_out
-        # All linears count before they are replaced; frozen ones are multiplied with as well.
         flops = tr.flops_per_token(model, o.seq_len)
         if o.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -190,6 +189,11 @@ class Training:
             self.accelerator.print("another number of processes: random numbers start anew")
 
 
+def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> None:
+    how = {"linear": o.linear, "block": o.block, "backend": o.backend}
+    accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
+
+
 def newest(o: Options) -> Path | None:
     """The checkpoint to go on from."""
     if o.resume == "never":
@@ -204,8 +208,6 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
     """The loop. Returns the last numbers, which ``final/`` was saved with."""
     output, log = Path(o.output), accelerator.print
     start = newest(o)
-    log(tr.apply_arm(model, o.arm, linear=o.linear, block=o.block, backend=o.backend,
-                     device=accelerator.device))  # fmt: skip
     t = Training(o, accelerator, model, sampler, held_out)
     if start is not None:
         t.resume(start)
@@ -273,8 +275,14 @@ def main(argv: list[str] | None = None) -> dict:
             f"the model has {model.config.vocab_size} tokens and the tokenizer {len(tokenizer)}; "
             "raise vocab_size."
         )
+    set_arm(o, accelerator, model)
+    return run(o, accelerator, model, tokenizer, sampler, held_out)
+
+
+def run(*args) -> dict:
+    """:func:`train`, with a line instead of a traceback for what a user can mend."""
     try:
-        return train(o, accelerator, model, tokenizer, sampler, held_out)
+        return train(*args)
     except (tr.CheckpointError, tr.NotFinite) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 

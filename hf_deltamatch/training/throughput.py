@@ -32,9 +32,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """FLOPs of forward and backward per token: 6 per parameter that is multiplied with, and
-    6 · T · Hq · D for causal attention in every layer (recomputation not counted, experts all
-    counted)."""
+    """FLOPs of forward and backward per token: 6 per parameter that is multiplied with (4 of a frozen
+    one), and 6 · T · Hq · D for causal attention in every layer (recomputation not counted, experts
+    all counted)."""
     config = getattr(model, "config", None)
     get = lambda *names: next((v for n in names if (v := getattr(config, n, None))), 0)
     layers, heads = get("num_hidden_layers"), get("num_attention_heads")
@@ -46,8 +46,9 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:  # a tied embedding is multiplied with after all
         looked_up -= {id(p) for p in head.parameters()}
-    parameters = sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
-    return 6.0 * parameters + 6.0 * layers * width * seq_len
+    used = [p for p in model.parameters() if id(p) not in looked_up]
+    parameters = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in used)
+    return parameters + 6.0 * layers * width * seq_len
 
 
 class Meter:
