@@ -33,6 +33,7 @@ RECIPE_FLAGS = {
     "quantize": "attention: FP8 or high precision",
     "scaling": "linear: blockwise, rowwise or mx",
     "grad_format": "linear: e4m3 or e5m2",
+    "grad_weight_hp": "linear: the grad_weight GEMM in high precision",
     "descale": "both: pow2 or fp32",
 }
 
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe.add_argument("name", nargs="?", help="attention or linear recipe; all if left out")
     for field, text in RECIPE_FLAGS.items():
         flag = "--" + field.replace("_", "-")
-        if field in ("project_row_sum", "deterministic", "quantize"):
+        if field in ("project_row_sum", "deterministic", "quantize", "grad_weight_hp"):
             recipe.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             recipe.add_argument(flag, metavar="VALUE", help=text)

@@ -22,9 +22,9 @@ from hf_deltamatch.hf.modules import attention_modules
 from hf_deltamatch.testing import rel_rms
 
 OURS = "fp8_delta_matching"
-EXACT = 2e-5
+EXACT = 3e-6
 """Relative difference of logits and of gradients without quantisation: FP32 rounding. Measured: below
-2e-6, and 9e-6 for Gemma 4, whose logits are not scaled down."""
+1e-6."""
 FP8_OVER_EXACT = 2.0**20
 """How many times more it may be with quantisation: the roundings of E4M3 and of FP32, 2^-4 and 2^-24,
 pass through the same model. The largest is half of that, where one sends a token to another expert."""
@@ -76,12 +76,29 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
+def drafter_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Any]:
+    """What the model that a drafter of Gemma 4 drafts for would hand it."""
+    g = torch.Generator().manual_seed(2)
+    text = model.config.get_text_config()
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    kv = (2, text.num_key_value_heads, LENGTH, text.head_dim)
+    return {
+        "inputs_embeds": normal(2, LENGTH, 2 * model.backbone_hidden_size),
+        "attention_mask": mask,
+        "position_ids": torch.arange(LENGTH)[None],
+        "shared_kv_states": {kind: (normal(*kv), normal(*kv)) for kind in set(text.layer_types)},
+    }
+
+
 def run(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of real tokens, and every gradient of their cross entropy."""
     ids, mask = batch()
     model.zero_grad()
     torch.manual_seed(0)
-    logits = model(input_ids=ids, attention_mask=mask).logits
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if hasattr(model, "backbone_hidden_size"):
+        inputs = drafter_inputs(model, mask)
+    logits = model(**inputs).logits
     logits = logits[:, -LENGTH:]
     shown = (mask[:, 1:] * mask[:, :-1]).bool()
     F.cross_entropy(logits[:, :-1][shown].float(), ids[:, 1:][shown]).backward()

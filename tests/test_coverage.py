@@ -16,7 +16,7 @@ from hf_deltamatch import check_model
 RESULTS = json.loads(JSON.read_text())
 ROWS = RESULTS["families"]
 SAME_VERSION = RESULTS["environment"]["packages"]["transformers"] == transformers.__version__
-SAMPLE = ["afmoe", "bert", "bloom", "deepseek_v4", "falcon", "gemma4_text", "mamba", "modernbert-decoder"]  # fmt: skip
+SAMPLE = ["afmoe", "bert", "bloom", "deepseek_v4", "falcon", "gemma4_assistant", "gemma4_text", "mamba", "modernbert-decoder", "musicgen"]  # fmt: skip
 # Other machines sum in another order, which can send a token to another expert.
 ROOM = 1.5
 
@@ -106,6 +106,7 @@ def test_coverage_survives_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guarded("llama")["error"] == "more than the time limit"
 
 
+@pytest.mark.skipif("deepseek_v4" not in families(), reason="newer than this Transformers")
 def test_coverage_appended_keys_keep_their_meaning() -> None:
     """DeepSeek V4 appends a bias of 0 and -inf to its mask: it needs an additive one."""
     model = tiny_model("deepseek_v4", "fp8_delta_matching")

@@ -12,6 +12,7 @@ from tiny_models import (
     build,
     one_thread,  # noqa: F401
     padded,
+    padded_for,
     plain,
     rel_grads,
     run,
@@ -75,7 +76,7 @@ def test_families_train(family: str) -> None:
 @EVERY_FAMILY
 def test_families_against_transformers(family: str, side: str) -> None:
     """Without quantisation the same logits and gradients; with it, close ones."""
-    inputs = padded(side)
+    inputs = padded_for(family, side)
     model = build(family)
     expected, expected_grads = run(use(model, plain(family)), **inputs._asdict())
     real = inputs.real

@@ -27,6 +27,7 @@ from tiny_models import (
     grads_of,
     one_thread,  # noqa: F401
     padded,
+    padded_for,
     plain,
     rel_grads,
     run,
@@ -44,9 +45,12 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.interpretable]
 
 # A token seen by mistake moves these models by 1e-2 and more. A batch lays its tokens out otherwise
-# than each sequence alone, so sums of FP8 products round otherwise, and P is cast after another
-# running maximum: 0.0015 and 0.0027 with the reference, over several tiles.
+# than each sequence alone, so P is cast after another running maximum. The reference itself, over
+# several tiles, left and packed: 0.0011 to 0.0027 and 0.0024 to 0.0040 (logits, gradients); Gemma 3,
+# which scales its queries up, 0.0029 to 0.0051 and 0.0050 to 0.0122. Where the tiles start with the
+# sequence (right, cu_seq_lens): 5e-8 and 2e-7, or one tipped rounding.
 LAYOUT = (0.003, 0.0055)
+LAYOUT_GEMMA3 = (0.0056, 0.0134)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,7 +82,7 @@ def test_a_device_has_the_kernels_by_default() -> None:
 def test_families(family: str, side: str) -> None:
     """Logits and gradients: no further from Transformers than 1.1 times the reference's bound, and
     near the reference itself."""
-    inputs = padded(side)
+    inputs = padded_for(family, side)
     real = inputs.real
     expected, expected_grads = run(use(build(family), plain(family)), **inputs._asdict())
     reference, reference_grads = run(ours(family, backend="reference"), **inputs._asdict())
@@ -106,8 +110,11 @@ def test_batches(family: str, block: str, form: str, lengths: tuple[int, ...]) -
     model = ours(family, AttentionRecipe(block=block), **batches.WINDOW.get(family, {}))
     expected, expected_grads = batches.alone(model, lengths)
     logits, grads = batches.together(model, form, lengths)
-    assert rel_rms(logits, expected) < LAYOUT[0]
-    assert rel_grads(grads, expected_grads) < LAYOUT[1]
+    bounds = LAYOUT_GEMMA3 if family == "gemma3_text" else LAYOUT
+    if form in ("right", "cu_seq_lens"):
+        bounds = (batches.TIPPED, batches.TIPPED)
+    assert rel_rms(logits, expected) < bounds[0]
+    assert rel_grads(grads, expected_grads) < bounds[1]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -169,6 +176,7 @@ def test_compiled_training_step(family: str) -> None:
     """``fullgraph=True``; the second step does not recompile."""
     torch._dynamo.reset()
     model = ours(family).train()
+    model.loss_type = "ForCausalLM"  # else a warning of Transformers, which torch 2.11 cannot trace
     inputs = {**padded("left", length=20)._asdict(), "use_cache": False}
     expected, expected_grads = run(model, **inputs)
     backend = "inductor" if ON_GPU else "aot_eager"
@@ -257,6 +265,29 @@ def test_recipes_by_layer() -> None:
     logits, _ = run(model, **inputs)
     set_attention_recipe(model, "delta_matching", backend="reference")
     assert 0 < rel_rms(run(model, **inputs)[0], logits) < LAYOUT[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_layers_in_high_precision(family: str, side: str) -> None:
+    """They run torch's attention: no call of ours, and the numbers of Transformers' own."""
+    inputs = padded_for(family, side)
+    expected, expected_grads = run(use(build(family), plain(family)), **inputs._asdict())
+    with count_calls() as calls:
+        logits, grads = run(ours(family, "bf16"), **inputs._asdict())
+    if ON_GPU:
+        assert not calls
+    real = inputs.real
+    assert rel_rms(logits[real], expected[real]) < 1e-5
+    assert rel_grads(grads, expected_grads) < 1e-5
+    model = ours(family)
+    set_attention_recipe(model, layers="first_last_bf16")
+    set_attention_recipe(model, layers={"*.layers.1": "delta_matching"})
+    with count_calls() as calls:
+        mixed, _ = run(model, **inputs._asdict())
+    if ON_GPU:
+        assert calls["attention_fwd"] == calls["attention_bwd"] == 1
+    assert 1e-4 < rel_rms(mixed[real], expected[real]) < 1.1 * FP8_ERROR[family][0]
 
 
 def test_every_family_trains() -> None:

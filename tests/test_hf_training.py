@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tiny_models import (
     FAMILIES,
+    NEWEST,
     batch,
     build,
     grads_of,
@@ -108,8 +109,9 @@ COLLATORS = {
     "padded": collate_padded,
     "flattened": DataCollatorWithFlattening(return_tensors="pt"),
     "flattened-flash": DataCollatorWithFlattening(
-        return_tensors="pt", return_flash_attn_kwargs=True
+        return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True
     ),
+    "flattened-index": DataCollatorWithFlattening(return_tensors="pt", return_seq_idx=True),
 }
 
 
@@ -143,13 +145,12 @@ def test_trainer(collator: str, checkpointing: bool, tmp_path: Path) -> None:
     assert len(losses) == 3 and losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_trainer_flattened_batches_do_not_mix(flash: bool) -> None:
+@pytest.mark.parametrize("collator", [c for c in COLLATORS if c != "padded"])
+def test_trainer_flattened_batches_do_not_mix(collator: str) -> None:
     """What the flattening collator makes gives each row the logits it has alone."""
     model = fp8_model(linears=False).eval()
     rows = [{"input_ids": batch(1, n, seed=n)[0].tolist()} for n in (17, 24)]
-    collator = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=flash)
-    inputs = {k: v for k, v in collator(rows).items() if k != "labels"}
+    inputs = {k: v for k, v in COLLATORS[collator](rows).items() if k != "labels"}
     packed = model(**inputs, use_cache=False).logits[0].split([17, 24])
     for logits, row in zip(packed, rows, strict=True):
         alone = model(torch.tensor(row["input_ids"])[None]).logits[0]
@@ -309,7 +310,9 @@ def check_tp(rank: int, path: Path) -> dict[str, float]:
     return out
 
 
-CHECKS = {"ddp": check_ddp, "fsdp2": check_fsdp2, "fsdp2_odd": check_fsdp2_odd, "tp": check_tp}
+CHECKS = {"ddp": check_ddp, "fsdp2": check_fsdp2, "fsdp2_odd": check_fsdp2_odd}
+if NEWEST:  # older versions hand quantised linears tensors that are distributed
+    CHECKS["tp"] = check_tp
 
 
 def worker(rank: int, path: Path, port: int) -> None:

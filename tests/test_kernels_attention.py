@@ -189,3 +189,19 @@ def test_public_function_names_what_the_kernels_do_not_do() -> None:
     for options in (dict(recipe="bf16"), dict(softmax_scale=-1.0)):
         with pytest.raises(NotImplementedError, match="backend=.reference"):
             delta_matching_attention(q, q, q, backend="triton", **options)
+
+
+@pytest.mark.parametrize("block", ["128xD", "mx"])
+def test_sinks_of_any_stride(block: str) -> None:
+    """A column of a table, one number for all heads, every second one."""
+    if block == "mx" and not ON_GPU and not package.interprets_scaled_products():
+        pytest.skip("needs tl.dot_scaled")
+    table = on(torch.tensor([[0.5, 9.0], [-1.0, 9.0]]))
+    shape = S._replace(Tq=20, Tk=20, D=32, Dv=32)
+    for sinks in (table[:, 0], table[:1, 0].expand(2), table.flatten()[::2]):
+        assert not sinks.is_contiguous() or sinks.stride(0) != 1
+        results = []
+        for given in (sinks, sinks.clone().contiguous()):
+            fwd, bwd = through_kernels(make_call(shape, sinks=given, fields=dict(block=block)))
+            results.append((fwd.o, fwd.lse, *bwd[:5]))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -141,3 +142,13 @@ def test_code_runs_and_config_keeps_what_is_said(tmp_path) -> None:
 def test_makefile(arguments: list[str], says: str) -> None:
     done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert says in done.stdout, done.stdout + done.stderr
+
+
+def test_ci_has_both_ends() -> None:
+    """The oldest Transformers of the matrix is the oldest that pyproject.toml admits."""
+    lowest = re.search(r'"transformers>=([\d.]+),(<\d+)"', (ROOT / "pyproject.toml").read_text())
+    matrix = re.search(
+        r'transformers: \["==([\d.]+)", "(<\d+)"\]',
+        (ROOT / ".github" / "workflows" / "ci.yml").read_text(),
+    )
+    assert matrix[1].startswith(f"{lowest[1]}.") and matrix[2] == lowest[2]

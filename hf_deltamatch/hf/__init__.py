@@ -1,6 +1,7 @@
 """Hugging Face integration: the only place that imports Transformers, PEFT or lm-eval."""
 
 from hf_deltamatch.hf import attention as _attention
+from hf_deltamatch.hf import class_tables as _class_tables
 from hf_deltamatch.hf import quantizer as _quantizer
 from hf_deltamatch.hf.check import ModelCheck, check_model
 from hf_deltamatch.hf.linear import SwapReport, swap_linears, unswap_linears
@@ -8,6 +9,7 @@ from hf_deltamatch.hf.modules import ATTN_IMPLEMENTATION, set_attention_recipe
 from hf_deltamatch.hf.quantizer import DeltaMatchConfig
 
 _attention.register()
+_class_tables.register()
 _quantizer.register()
 
 __all__ = [

@@ -16,6 +16,7 @@ from hf_deltamatch.hf.modules import (
     own_attention_modules,
 )
 from hf_deltamatch.hf.running import running, would_run
+from hf_deltamatch.ops.backend import SLOW_PATH, explain
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -57,7 +58,40 @@ def check_model(model: nn.Module) -> ModelCheck:
         ValueError: the model was asked for ``fp8_delta_matching`` and would silently ignore it; or
             its config holds a ``DeltaMatchConfig`` that was never applied; or it has neither FP8
             attention nor FP8 linears.
+        NotImplementedError: a module has no kernel on the device that it is on, so that its first
+            forward would raise.
     """
+    without_kernel = modules_without_kernel(model)
+    if without_kernel is not None:
+        raise NotImplementedError(f"check_model: {without_kernel}")
+    return what_runs(model)
+
+
+def modules_without_kernel(model: nn.Module) -> str | None:
+    """What would raise in the first forward, as a sentence."""
+    asked = [
+        ("attention", name, module, choice.backend)
+        for name, module in attention_modules(model).items()
+        if is_ours(module) and (choice := choice_of(module)).recipe.quantize
+    ] + [("linear", n, m, m.fp8_backend) for n, m in fp8_linears(model).items()]
+    found: dict[tuple[str, str], list[str]] = {}
+    for op, name, module, backend in asked:
+        parameter = next(module.parameters(), None)
+        if parameter is not None:
+            choice = explain(op, parameter.device, backend)
+            if choice.backend is None:
+                found.setdefault((op, choice.reason), []).append(name)
+    if not found:
+        return None
+    modules = [
+        f"{len(names)} {op} modules, such as {names[0]}, cannot run where they are: {reason}"
+        for (op, reason), names in found.items()
+    ]
+    return f"{'; '.join(modules)}. {SLOW_PATH}"
+
+
+def what_runs(model: nn.Module) -> ModelCheck:
+    """:func:`check_model` but for the device, which may still change after loading."""
     _refuse_config_without_effect(model)
     found = attention_modules(model)
     ours, other = {}, {}

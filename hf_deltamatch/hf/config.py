@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_deltamatch.hf.layer_words import check_word
 from hf_deltamatch.hf.linear import DEFAULT_RECIPE, HIGH_PRECISION
 from hf_deltamatch.hf.modules import check_backend, pattern_dict, pattern_list
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
@@ -37,7 +38,8 @@ class DeltaMatchConfig(QuantizationConfigMixin):
         modules_to_not_convert: patterns of linears to leave in high precision.
         layers: module pattern to recipe, the most specific one wins. A value is the name of an
             attention or a linear recipe, ``"bf16"`` (both in high precision), or a dict with keys
-            ``attention`` and ``linear``.
+            ``attention`` and ``linear``. Or one word for it all, ``"first_last_bf16"``: the first and
+            the last layer in high precision, saved under their names.
         include: patterns of linears to swap although the default leaves them.
         backend: ``"reference"``, ``"triton"`` … or ``None`` (by device). A choice of this run: not
             saved.
@@ -56,7 +58,7 @@ class DeltaMatchConfig(QuantizationConfigMixin):
         attention: str | AttentionRecipe | dict | None = _Default("delta_matching"),  # noqa: B008
         linear: str | LinearRecipe | dict | None = _Default(DEFAULT_RECIPE),  # noqa: B008
         modules_to_not_convert: list[str] | None = None,
-        layers: dict[str, Any] | None = None,
+        layers: dict[str, Any] | str | None = None,
         *,
         include: list[str] | None = None,
         backend: str | None = None,
@@ -90,8 +92,12 @@ class DeltaMatchConfig(QuantizationConfigMixin):
                     f"DeltaMatchConfig: {name} is {getattr(self, name)!r} with linear=None, where no "
                     f"linear is converted; leave {name} out, or name a recipe for `linear`."
                 )
-        layers = pattern_dict(what("layers"), layers)
-        self.layers = {p: _resolve_layer(p, r) for p, r in layers.items()} or None
+        if isinstance(layers, str):
+            check_word(what("layers"), layers)
+            self.layers: dict[str, dict] | str | None = layers
+        else:
+            layers = pattern_dict(what("layers"), layers)
+            self.layers = {p: _resolve_layer(p, r) for p, r in layers.items()} or None
         self.backend = backend
 
     @classmethod
@@ -119,6 +125,8 @@ class DeltaMatchConfig(QuantizationConfigMixin):
             "linear": _plain(self.linear),
             "modules_to_not_convert": self.modules_to_not_convert,
             "layers": self.layers
+            if isinstance(self.layers, str)
+            else self.layers
             and {p: {k: _plain(r) for k, r in d.items()} for p, d in self.layers.items()},
         }
         return out | ({"include": self.include} if self.include else {})
@@ -139,14 +147,18 @@ class DeltaMatchConfig(QuantizationConfigMixin):
     def passed_config(self, passed: DeltaMatchConfig) -> None:
         saved, asked = self.to_dict(), passed.to_dict()
         for name in passed._given:
-            if (saved.get(name) or None) != (asked.get(name) or None):
-                raise ValueError(
-                    f"DeltaMatchConfig: {name} is {_short(getattr(passed, name))}, but the checkpoint "
-                    f"was saved with {_short(getattr(self, name))}, and what is saved is what is "
-                    "loaded. Leave it out, and change the model after loading: "
-                    "set_attention_recipe(model, …), swap_linears(model, …) or "
-                    "DeltaMatchConfig(…).apply_to(model)."
-                )
+            if name == "layers" and isinstance(passed.layers, str):
+                self.asked_layers = passed.layers  # compared when there is a model to name them
+            elif (saved.get(name) or None) != (asked.get(name) or None):
+                self.refuse_change(name, getattr(passed, name))
+
+    def refuse_change(self, name: str, asked: Any) -> NoReturn:
+        raise ValueError(
+            f"DeltaMatchConfig: {name} is {_short(asked)}, but the checkpoint was saved with "
+            f"{_short(getattr(self, name))}, and what is saved is what is loaded. Leave it out, and "
+            "change the model after loading: set_attention_recipe(model, …), swap_linears(model, …) "
+            "or DeltaMatchConfig(…).apply_to(model)."
+        )
 
     def apply_to(self, model: nn.Module) -> nn.Module:
         """Make a model that is already built (``from_config``, or loaded) run this config, in place.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_rules import (
     default_reason,
     in_features,
@@ -24,7 +25,6 @@ from hf_deltamatch.hf.modules import (
     Patterns,
     check_backend,
     check_patterns,
-    pattern_dict,
     pattern_list,
     update_saved_config,
 )
@@ -97,7 +97,7 @@ def swap_linears(
     *,
     include: Iterable[str] = (),
     modules_to_not_convert: Iterable[str] | None = None,
-    layers: dict[str, str | LinearRecipe] | None = None,
+    layers: dict[str, str | LinearRecipe] | str | None = None,
     backend: str | None = None,
 ) -> SwapReport:
     """Turn the linears of ``model`` into FP8 linears, in place.
@@ -119,6 +119,7 @@ def swap_linears(
         include: module patterns to swap although the default leaves them.
         modules_to_not_convert: module patterns to leave.
         layers: module pattern to recipe, the most specific one wins; ``"bf16"`` leaves a module.
+            ``"first_last_bf16"`` instead of a dict leaves the first and the last layer.
         backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what a module has (by device where
             none was ever named).
 
@@ -143,7 +144,7 @@ def swap_linears(
         filter_fn,
         include=pattern_list("swap_linears: `include`", include),
         leave=pattern_list("swap_linears: `modules_to_not_convert`", modules_to_not_convert),
-        layers=pattern_dict("swap_linears: `layers`", layers),
+        layers=named_layers("swap_linears: `layers`", layers, model, linear_modules(model)),
     )
     report = swap_by_plan(model, plan, backend)
     update_saved_config(model)
@@ -291,7 +292,7 @@ def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
 
 def _report_fused(name: str, module: nn.Module, report: SwapReport) -> None:
     """Experts held as one 3-D parameter are matrix products that no linear module sees."""
-    if "expert" not in type(module).__name__.lower():
+    if not any("expert" in n.lower() for n in (type(module).__name__, name.rsplit(".", 1)[-1])):
         return
     for key, param in module.named_parameters(recurse=False):
         if param.dim() == 3:

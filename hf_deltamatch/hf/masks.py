@@ -188,6 +188,26 @@ def own_key_shown(mask: Tensor, q_length: int) -> Tensor:
     return position.gather(1, own.clamp(0, position.shape[-1] - 1)) >= 0
 
 
+def crosses(mask: Tensor, restarts: Tensor) -> bool:
+    """Does a query that starts a sequence see the token before it, by a boolean mask? ``restarts`` is
+    ``[B|1, Tq − 1]``, True where the sequence changes between a token and the next.
+
+    A causal row ends at its own key. Where both rows see everything, or the one before is padding,
+    nothing starts.
+    """
+    mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))[:, 0]
+    if mask.shape[1] != restarts.shape[1] + 1:
+        return False
+    batch = max(mask.shape[0], restarts.shape[0])
+    b, t = restarts.expand(batch, -1).nonzero().unbind(1)
+    mask = mask.expand(batch, -1, -1)
+    first, before = mask[b, t + 1], mask[b, t]
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    own, previous = (torch.where(rows, index, -1).amax(-1) for rows in (first, before))
+    seen = first.gather(1, previous.clamp(0)[:, None])[:, 0]
+    return bool(((previous >= 0) & (previous == own - 1) & seen).any())
+
+
 def usable_mask(mask: Tensor) -> Tensor:
     """The mask that an attention module was handed, as the op takes it: compact or boolean.
 

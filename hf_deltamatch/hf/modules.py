@@ -215,7 +215,7 @@ def update_saved_config(model: nn.Module) -> None:
 def set_attention_recipe(
     model: nn.Module,
     recipe: str | AttentionRecipe | None = None,
-    layers: dict[str, str | AttentionRecipe] | None = None,
+    layers: dict[str, str | AttentionRecipe] | str | None = None,
     backend: str | None = None,
 ) -> dict[str, AttentionRecipe]:
     """Choose the attention recipe of a model that runs ``attn_implementation="fp8_delta_matching"``.
@@ -226,7 +226,8 @@ def set_attention_recipe(
     Args:
         recipe: name or recipe for every attention module; None keeps what each has.
         layers: module pattern to recipe; the most specific pattern wins over ``recipe``. "bf16"
-            keeps a layer in high precision.
+            keeps a layer in high precision. ``"first_last_bf16"`` instead of a dict does so with the
+            first and the last layer.
         backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what each module has (by device
             where none was ever named).
 
@@ -236,11 +237,14 @@ def set_attention_recipe(
     Raises:
         ValueError: the model has no attention module to set or runs another implementation, or a
             pattern matches none, or there is no such backend.
-        TypeError: ``layers`` is not a dict.
+        TypeError: ``layers`` is neither a dict nor a word.
     """
+    from hf_deltamatch.hf.layer_words import named_layers  # which finds modules by this module
+
     what = "set_attention_recipe"
     check_backend(what, backend)
-    layers = pattern_dict(f"{what}: `layers`", layers)
+    if not isinstance(layers, str):
+        layers = pattern_dict(f"{what}: `layers`", layers)
     found = attention_modules(model)
     if not found:
         raise ValueError(
@@ -256,6 +260,7 @@ def set_attention_recipe(
             f"{what}: the attention of {type(model).__name__} is {asked!r}, so no recipe would have "
             f'an effect. Call model.set_attn_implementation("{ATTN_IMPLEMENTATION}") first.'
         )
+    layers = named_layers(f"{what}: `layers`", layers, model, modules)
     check_patterns(what, layers, modules)
     resolved = {p: AttentionRecipe.resolve(r) for p, r in layers.items()}
     base = None if recipe is None else AttentionRecipe.resolve(recipe)

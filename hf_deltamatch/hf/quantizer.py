@@ -7,6 +7,7 @@ warning that it does not know the quantisation).
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 from torch import nn
@@ -18,7 +19,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from hf_deltamatch.hf.check import check_model
+from hf_deltamatch.hf.check import modules_without_kernel, what_runs
 from hf_deltamatch.hf.config import QUANT_METHOD, DeltaMatchConfig
 from hf_deltamatch.hf.linear import SwapReport, plan_linears, swap_by_plan, unswap_linears
 from hf_deltamatch.hf.modules import (
@@ -33,6 +34,7 @@ from hf_deltamatch.hf.running import (
     config_of,
     layers_of,
     linear_options,
+    resolved,
     running,
     would_run,
 )
@@ -54,6 +56,13 @@ class DeltaMatchQuantizer(HfQuantizer):
     def _plan(self, model: nn.Module) -> dict[str, LinearRecipe | str] | None:
         """Raises whatever is wrong with the config for this model; changes nothing."""
         config: DeltaMatchConfig = self.quantization_config
+        asked = vars(config).pop("asked_layers", None)
+        if asked is not None:
+            again = copy.copy(config)
+            again.layers = asked
+            if resolved(again, model).layers != config.layers:
+                config.refuse_change("layers", asked)
+        config = self.quantization_config = resolved(config, model)
         check_layer_patterns(config, model)
         if config.attention is not None:
             _check_attention(model)
@@ -71,7 +80,11 @@ class DeltaMatchQuantizer(HfQuantizer):
             set_attention_recipe(model, config.attention, layers, config.backend)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs) -> nn.Module:
-        check_model(model)
+        what_runs(model)
+        without_kernel = modules_without_kernel(model)
+        if without_kernel is not None:
+            # Not an error: the model may go elsewhere, or be given a backend.
+            warnings.warn(f"DeltaMatchConfig: {without_kernel}", stacklevel=2)
         return model
 
     def apply_to(self, model: nn.Module) -> nn.Module:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hf_deltamatch.hf.config import DeltaMatchConfig
-from hf_deltamatch.hf.linear import fp8_linears, linear_modules, plan_linears
+from hf_deltamatch.hf.layer_words import first_and_last
+from hf_deltamatch.hf.linear import HIGH_PRECISION, fp8_linears, linear_modules, plan_linears
 from hf_deltamatch.hf.modules import (
     Patterns,
     attention_modules,
@@ -82,14 +84,39 @@ def layers_of(config: DeltaMatchConfig, model: nn.Module, kind: str) -> dict[str
     if getattr(config, kind) is None:
         return {}
     names = attention_modules(model) if kind == "attention" else linear_modules(model)
-    layers = {own_name(p, model): d[kind] for p, d in (config.layers or {}).items() if kind in d}
+    layers = {own_name(p, model): d[kind] for p, d in _patterns(config, model).items() if kind in d}
     used = Patterns(layers).used(names)
     return {p: r for p, r in layers.items() if p in used}
 
 
+def _patterns(config: DeltaMatchConfig, model: nn.Module) -> dict[str, dict[str, Any]]:
+    if not isinstance(config.layers, str):
+        return config.layers or {}
+    both = {"attention": AttentionRecipe.from_name("bf16"), "linear": HIGH_PRECISION}
+    return dict.fromkeys(first_and_last("DeltaMatchConfig: `layers`", model), both)
+
+
+def resolved(config: DeltaMatchConfig, model: nn.Module) -> DeltaMatchConfig:
+    """The config with the layers of this model by name, where a word stood for them."""
+    if not isinstance(config.layers, str):
+        return config
+    layers: dict[str, dict] = {}
+    for kind in ("attention", "linear"):
+        for name, recipe in layers_of(config, model, kind).items():
+            layers.setdefault(_prefix(model) + name, {})[kind] = recipe
+    if not layers:
+        raise ValueError(
+            f"DeltaMatchConfig: layers={config.layers!r} has no effect on {type(model).__name__}: its "
+            "first and last layer hold no module of a kind that is converted."
+        )
+    config = copy.copy(config)
+    config.layers = layers
+    return config
+
+
 def check_layer_patterns(config: DeltaMatchConfig, model: nn.Module) -> None:
     """Raises for a pattern of ``layers`` that changes nothing."""
-    patterns = [own_name(p, model) for p in config.layers or ()]
+    patterns = [own_name(p, model) for p in _patterns(config, model)]
     check_patterns("DeltaMatchConfig: `layers`", patterns, [n for n, _ in model.named_modules()])
     used = {**layers_of(config, model, "attention"), **layers_of(config, model, "linear")}
     for pattern in patterns:

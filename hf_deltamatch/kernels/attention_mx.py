@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
-from hf_deltamatch.kernels import triton_version
+from hf_deltamatch.kernels import interpreted, triton_version
 from hf_deltamatch.kernels.casts import exp2_int
 from hf_deltamatch.kernels.geometry import visible
 from hf_deltamatch.kernels.logits import LOG2E, tanh
@@ -33,9 +34,28 @@ HIDE_ZERO = tl.constexpr(triton_version() < (3, 9))
 be zero."""
 
 
+ON_DEVICE = tl.constexpr(not interpreted())
+
+
+@triton.jit
+def renew(code):
+    """``code`` through an instruction that no loop leaves out. Hopper's wgmma takes the decoded A from
+    registers; where a loop does not change them, ptxas (12.8, 13.0) may give them to something else in
+    the loop, and later rounds multiply by that."""
+    if ON_DEVICE and target_info.cuda_capability_geq(9, 0):
+        if not target_info.cuda_capability_geq(10, 0):
+            code = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [code.to(tl.int32)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            ).to(tl.uint8)  # fmt: skip
+    return code
+
+
 @triton.jit
 def product(a, a_code, b, b_code):
-    """``a [M, K]`` times ``b [N, K]`` transposed, both with codes along K."""
+    """``a [M, K]``, which a loop leaves as it is, times ``b [N, K]`` transposed, both with codes along
+    K."""
+    a_code = renew(a_code)
     A: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
     B: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
     if HIDE_ZERO:

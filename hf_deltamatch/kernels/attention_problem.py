@@ -51,7 +51,8 @@ class Problem:
         recipe: AttentionRecipe, device: torch.device,
     ) -> None:  # fmt: skip
         self.B, self.Hq, self.Hkv, self.Tq, self.Tk, self.D, self.Dv = B, Hq, Hkv, Tq, Tk, D, Dv
-        self.facts, self.sinks, self.cu_q, self.cu_k = facts, sinks, cu_q, cu_k
+        self.facts, self.cu_q, self.cu_k = facts, cu_q, cu_k
+        self.sinks = None if sinks is None else sinks.contiguous()  # read without a stride
         self.is_causal, self.window = is_causal, window
         self.softmax_scale, self.softcap = softmax_scale, softcap
         self.recipe, self.device = recipe, device

@@ -111,7 +111,8 @@ def _quantize_slot(
                 biased_exponent(tl.where(amax < float("inf"), amax, 1.0), 15 if E5M2 else 8)
             )
         else:
-            descale = tl.maximum(amax / (57344.0 if E5M2 else 448.0), 1.1754943508222875e-38)
+            largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+            descale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
         descale = tl.where(amax == 0, 1.0, descale)
         descale = tl.where(amax < float("inf"), descale, float("nan"))
         if TILE:
@@ -127,7 +128,8 @@ def _quantize_slot(
         bits = tl.where(clean, descale, 1.0).to(tl.int32, bitcast=True)
         factor = inverse_exp2_int(bits >> 23)
     else:
-        factor = 1.0 / tl.where(clean, descale, 1.0)
+        ones = tl.full(descale.shape, 1.0, tl.float32)
+        factor = tl.div_rn(ones, tl.where(clean, descale, 1.0))
     if TILE and not STATE:
         if one != one:
             x = tl.zeros_like(x)
@@ -350,6 +352,7 @@ def descale_of_runs(amax: Tensor, cuts: Tensor, E5M2: bool, pow2: bool) -> Tenso
         e = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).int()
         descale = (e.clamp_min(1) << 23).view(torch.float32)
     else:
-        descale = (top / (57344.0 if E5M2 else 448.0)).clamp_min(2.0**-126)
+        # By a tensor: a GPU divides by a Python number by multiplying with its reciprocal.
+        descale = (top / torch.full_like(top, 57344.0 if E5M2 else 448.0)).clamp_min(2.0**-126)
     descale = torch.where(top == 0, 1.0, descale)
     return torch.where(top.isfinite(), descale, float("nan"))

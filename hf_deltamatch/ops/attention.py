@@ -21,7 +21,8 @@ from hf_deltamatch.ops.attention_args import (
     validate,
 )
 from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
-from hf_deltamatch.ops.backend import choose
+from hf_deltamatch.ops.attention_plain import plain_attention
+from hf_deltamatch.ops.backend import choose, runs_plain
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -92,7 +93,8 @@ def delta_matching_attention(
         sinks: ``[Hq]``, a learned logit per head that takes probability and has no value.
         cu_seqlens: int32 offsets of packed sequences ``[n + 1]`` (or a pair for q and k), B = 1.
             Causality and window hold within a sequence.
-        recipe: a name or an :class:`AttentionRecipe`.
+        recipe: a name or an :class:`AttentionRecipe`. One that does not quantise (``"bf16"``) runs
+            torch's own attention on a device, unless ``backend`` or ``return_lse`` is given.
         return_lse: also return ``lse``.
         backend: ``None`` (by device) or one of ``ops.backend.BACKENDS`` by name.
 
@@ -119,9 +121,13 @@ def delta_matching_attention(
     q, k, v = distinct(q, k, v)
     cu_q, cu_k = split_cu_seqlens(cu_seqlens)
     validate(q, k, v, is_causal, mask, softcap, sinks, cu_q, cu_k, recipe)
-    chosen = choose("attention", q.device, backend)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
+    if runs_plain(recipe.quantize, q.device, backend) and not return_lse:
+        return plain_attention(
+            q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap
+        )
+    chosen = choose("attention", q.device, backend)
     return AttentionFunction.apply(
         q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
         recipe.quantize, recipe.encoded, chosen, bool(return_lse),

@@ -56,7 +56,6 @@ def attention_fwd(
                 q.device,
                 masked_packing=mask is not None and cu_seqlens_q is not None,
                 boolean_mask=mask is not None and mask.dtype == torch.bool,
-                masked=mask is not None or window is not None,
             ),
         )
         observe.CALLS["attention_fwd"] += 1

@@ -60,6 +60,12 @@ def choose(op: str, device: torch.device, backend: str | None) -> str:
     return choice.backend
 
 
+def runs_plain(quantize: bool, device: torch.device, backend: str | None) -> bool:
+    """Does an unquantised recipe run torch's own attention? On a device yes: there is nothing to
+    emulate, and the kernels are FP8. By name, and on a CPU, the reference is the specification."""
+    return not quantize and backend is None and device.type not in ("cpu", "meta")
+
+
 SLOW_PATH = (
     'Ask for the slow pure-torch path by name: backend="reference" in the function, in '
     "set_attention_recipe(model, …), swap_linears(model, …) or DeltaMatchConfig(…)."

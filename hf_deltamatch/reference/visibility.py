@@ -104,6 +104,16 @@ class Visibility:
             return None
         return torch.nn.functional.pad(m, (0, width - self.Tk)) if width > self.Tk else m
 
+    def dense(self) -> Tensor | None:
+        """All of it, ``[B|1, Hq|1, Tq, Tk]``; None if everything is visible."""
+        if self.bool_mask is not None:
+            return self.bool_mask
+        return (
+            None
+            if self.position is None
+            else self._from_positions(slice(None), 0, self.Tq)[:, None]
+        )
+
     def _facts_of_positions(self) -> None:
         pos, win, off = self.position, self.window, self.offset[:, None]
         first = torch.maximum(pos, off)
