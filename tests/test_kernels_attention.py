@@ -238,3 +238,15 @@ def test_offsets_that_do_not_fit(ends: list[int]) -> None:
         call.options.update(cu_seqlens_q=q, cu_seqlens_k=k)
         with pytest.raises(RuntimeError, match="`cu_seqlens` must rise from 0 .* 40 for q and 40"):
             through_kernels(call)
+
+
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_values_near_the_end_of_fp32(block: str) -> None:
+    """The output is a mean of values, so it fits where they do; and near the other end."""
+    call = make_call(S._replace(Tq=40, Tk=40, D=32, Dv=32), fields=dict(block=block))
+    o = through_kernels(call)[0].o
+    for factor in (2.0**118, 2.0**-110):
+        scaled = call._replace(v=call.v * factor, do=call.do / factor)
+        fwd, bwd = through_kernels(scaled)
+        assert fwd.o.isfinite().all() and difference(fwd.o / factor, o) < 1e-5
+        assert all(x.isfinite().all() for x in bwd[:3])
