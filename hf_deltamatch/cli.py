@@ -8,6 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+from hf_deltamatch.study import command as study
+from hf_deltamatch.training import plot
+
 EPILOG = """\
 examples:
   hf-deltamatch env
@@ -15,6 +18,8 @@ examples:
   hf-deltamatch recipe delta_matching --block 1xD --project-row-sum
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch bench attention --json attention.json
+  hf-deltamatch study examples/configs/study_table.yaml --output runs/table
+  hf-deltamatch plot runs/pretrain_tiny
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -28,6 +33,7 @@ RECIPE_FLAGS = {
     "quantize": "attention: FP8 or high precision",
     "scaling": "linear: blockwise, rowwise or mx",
     "grad_format": "linear: e4m3 or e5m2",
+    "grad_weight_hp": "linear: the grad_weight GEMM in high precision",
     "descale": "both: pow2 or fp32",
 }
 
@@ -55,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
+        run["study"] = study.run_command
+        run["plot"] = plot.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -77,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe.add_argument("name", nargs="?", help="attention or linear recipe; all if left out")
     for field, text in RECIPE_FLAGS.items():
         flag = "--" + field.replace("_", "-")
-        if field in ("project_row_sum", "deterministic", "quantize"):
+        if field in ("project_row_sum", "deterministic", "quantize", "grad_weight_hp"):
             recipe.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             recipe.add_argument(flag, metavar="VALUE", help=text)
@@ -123,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the times to this file, after every shape",
     )
+    study.add_parser(commands)
+    plot.add_parser(commands)
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser

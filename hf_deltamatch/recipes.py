@@ -241,6 +241,10 @@ class LinearRecipe(_Recipe):
     grad_format: str = "e4m3"
     """Format of grad_output: ``e4m3`` or ``e5m2``."""
 
+    grad_weight_hp: bool = False
+    """Keep the grad_weight GEMM in the dtype of x (BF16 under autocast). x itself is saved for it:
+    2 bytes an element of BF16 (4 of FP32), where the FP8 copy takes 1 and its descales."""
+
     KIND: ClassVar[str] = "linear"
     NAMES: ClassVar[dict[str, dict]] = {
         "blockwise": {},
@@ -253,6 +257,7 @@ class LinearRecipe(_Recipe):
         _check_choice(own, "scaling", self.scaling, ("blockwise", "rowwise", "mx"))
         _check_choice(own, "descale", self.descale, ("pow2", "fp32"))
         _check_choice(own, "grad_format", self.grad_format, tuple(formats.FORMATS))
+        _check_choice(own, "grad_weight_hp", self.grad_weight_hp, (True, False))
         if self.scaling == "mx" and self.descale != "pow2":
             raise ValueError(
                 f"{own}: `descale` is {self.descale!r} with scaling 'mx'; E8M0 descales are powers "
@@ -289,13 +294,15 @@ class LinearRecipe(_Recipe):
     def __str__(self) -> str:
         grad = formats.FORMATS[self.grad_format]
         w_out, w_in = self.weight_blocks
+        tokens = f"dy {grad}[{self.token_block}], x E4M3[{self.token_block}]"
+        if self.grad_weight_hp:
+            tokens = "in high precision (the dtype of x)"
         return "\n".join(
             [
                 f"{self.name} ({self.descale} descales)",
                 f"  1 fwd  output      = x Wᵀ     x E4M3[{self.row_block}], W E4M3[{w_out}]",
                 f"  2 bwd  grad_input  = dy W     dy {grad}[{self.row_block}], W E4M3[{w_in}]",
-                f"  3 bwd  grad_weight = dyᵀ x    dy {grad}[{self.token_block}], "
-                f"x E4M3[{self.token_block}]",
+                f"  3 bwd  grad_weight = dyᵀ x    {tokens}",
             ]
         )
 
@@ -303,7 +310,9 @@ class LinearRecipe(_Recipe):
     def legend(self) -> str:
         """What the equations leave out: what stays in high precision, and the shapes of the blocks."""
         size = lambda n: "all" if n is None else n
-        used = dict.fromkeys((self.row_block, *self.weight_blocks, self.token_block))
+        used = dict.fromkeys((self.row_block, *self.weight_blocks))
+        if not self.grad_weight_hp:
+            used[self.token_block] = None
         return "\n".join(
             [
                 "    Sums in FP32; bias added in FP32; output and grad_input in the dtype of x, "

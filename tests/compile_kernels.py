@@ -5,7 +5,8 @@ takes its target once per process and must not be told to interpret.
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
 around it are compiled, which is quick. Prints one JSON object per line: the kernel, its shared and
-tensor memory, and how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales.
+tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, and
+for 9.0 how many products in loops lose an operand (see `sass`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 import sys
 
+import sass
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -94,6 +96,9 @@ def main(capability: int, cases: list[dict]) -> None:
             "fp8_products": len(FP8_PRODUCT.findall(ptx)),
             "scaled_products": len(SCALED_PRODUCT.findall(ptx)),
         }
+        if capability == 90:
+            found, lost = sass.lost_operands(kernel.asm["cubin"])
+            facts |= {"products_in_loops": found, "lost_operands": lost}
         print(json.dumps(facts))
 
 

@@ -45,9 +45,12 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.interpretable]
 
 # A token seen by mistake moves these models by 1e-2 and more. A batch lays its tokens out otherwise
-# than each sequence alone, so sums of FP8 products round otherwise, and P is cast after another
-# running maximum: 0.0015 and 0.0027 with the reference, over several tiles.
+# than each sequence alone, so P is cast after another running maximum. The reference itself, over
+# several tiles, left and packed: 0.0011 to 0.0027 and 0.0024 to 0.0040 (logits, gradients); Gemma 3,
+# which scales its queries up, 0.0029 to 0.0051 and 0.0050 to 0.0122. Where the tiles start with the
+# sequence (right, cu_seq_lens): 5e-8 and 2e-7, or one tipped rounding.
 LAYOUT = (0.003, 0.0055)
+LAYOUT_GEMMA3 = (0.0056, 0.0134)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -107,8 +110,11 @@ def test_batches(family: str, block: str, form: str, lengths: tuple[int, ...]) -
     model = ours(family, AttentionRecipe(block=block), **batches.WINDOW.get(family, {}))
     expected, expected_grads = batches.alone(model, lengths)
     logits, grads = batches.together(model, form, lengths)
-    assert rel_rms(logits, expected) < LAYOUT[0]
-    assert rel_grads(grads, expected_grads) < LAYOUT[1]
+    bounds = LAYOUT_GEMMA3 if family == "gemma3_text" else LAYOUT
+    if form in ("right", "cu_seq_lens"):
+        bounds = (batches.TIPPED, batches.TIPPED)
+    assert rel_rms(logits, expected) < bounds[0]
+    assert rel_grads(grads, expected_grads) < bounds[1]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -170,6 +176,7 @@ def test_compiled_training_step(family: str) -> None:
     """``fullgraph=True``; the second step does not recompile."""
     torch._dynamo.reset()
     model = ours(family).train()
+    model.loss_type = "ForCausalLM"  # else a warning of Transformers, which torch 2.11 cannot trace
     inputs = {**padded("left", length=20)._asdict(), "use_cache": False}
     expected, expected_grads = run(model, **inputs)
     backend = "inductor" if ON_GPU else "aot_eager"

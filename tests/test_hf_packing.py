@@ -11,7 +11,7 @@ from tiny_models import (
     use,
 )
 
-from hf_deltamatch.hf import attention
+from hf_deltamatch.hf import attention, packing
 from hf_deltamatch.hf.masks import crosses
 from hf_deltamatch.testing import assert_close
 
@@ -72,10 +72,8 @@ def test_mask_changed_in_place(ids: torch.Tensor) -> None:
 def test_one_look_per_forward(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the positions waits for the device: once per kind of mask, and not per layer."""
     model, looks = use(build("gemma3_text", num_hidden_layers=6, layer_types=None)), []
-    original = attention.own_key_shown
-    monkeypatch.setattr(
-        attention, "own_key_shown", lambda *args: looks.append(1) or original(*args)
-    )
+    original = packing.own_key_shown
+    monkeypatch.setattr(packing, "own_key_shown", lambda *args: looks.append(1) or original(*args))
     model(ids, position_ids=torch.arange(30)[None])
     assert len(looks) == 1  # the sliding mask; the full one is None
 
@@ -163,3 +161,173 @@ def test_half_of_a_description(ids: torch.Tensor) -> None:
     model = use(build("llama"))
     with pytest.raises(ValueError, match="`cu_seq_lens_k` came without `cu_seq_lens_q`.*Pass both"):
         model(ids, cu_seq_lens_k=CU)
+
+
+def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list:
+    seen, original = [], attention.delta_matching_attention
+
+    def recorded(*args, mask, **kwargs):
+        seen.append(mask)
+        return original(*args, mask=mask, **kwargs)
+
+    monkeypatch.setattr(attention, "delta_matching_attention", recorded)
+    return seen
+
+
+SIZES = {"llama": {}, "mistral": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8}}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("family", SIZES)
+@torch.no_grad()
+def test_mask_beside_cu_seq_lens(
+    family: str, use_cache: bool, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers makes a mask of the restarts (without a cache) or of the window: the kernels take
+    cu_seqlens alone, so it goes where it says no more; one look per kind of mask."""
+    model = use(build(family, **SIZES[family]), recipe="bf16")
+    alone = torch.cat([model(part, use_cache=False).logits[0] for part in ids.split(LENGTHS, 1)])
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=use_cache)
+    seen, looks = masks_seen(monkeypatch), []
+    original = packing._shows_all
+    monkeypatch.setattr(packing, "_shows_all", lambda *a, **k: looks.append(1) or original(*a, **k))
+    assert_close(model(ids, **described).logits[0], alone, rms=1e-6)
+    assert seen and all(mask is None for mask in seen)
+    assert len(looks) == (family != "llama" or not use_cache) + (
+        family == "gemma3_text" and not use_cache
+    )
+    # A mask that hides more is no ornament.
+    hiding = torch.ones_like(ids)
+    hiding[:, 3] = 0
+    seen.clear()
+    logits = model(ids, attention_mask=hiding, **described).logits[0]
+    assert seen and all(mask is not None for mask in seen)
+    assert (logits[3:12] - alone[3:12]).abs().max() > 1e-3
+    assert_close(logits[12:], alone[12:], rms=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+@torch.no_grad()
+def test_mask_beside_cu_seq_lens_compiled(
+    family: str, hidden: bool, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph cannot look; it asserts."""
+    model = use(build(family, **SIZES[family]))
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=False)
+    expected = model(ids, **described).logits
+    seen = masks_seen(monkeypatch)
+    compiled = torch.compile(lambda **kw: model(**kw).logits, fullgraph=True, backend="aot_eager")
+    if not hidden:
+        assert_close(compiled(input_ids=ids, **described), expected, rms=1e-6)
+        assert seen and all(mask is None for mask in seen)
+        return
+    hiding = torch.ones_like(ids)
+    hiding[:, 3] = 0
+    with pytest.raises(RuntimeError, match="hides tokens that cu_seq_lens show"):
+        compiled(input_ids=ids, attention_mask=hiding, **described)
+
+
+def test_mask_of_other_ends(ids: torch.Tensor) -> None:
+    """Ends of q and k that differ are no self-attention: nothing is dropped."""
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    other = torch.tensor([0, 10, 30], dtype=torch.int32)
+    assert drop(mask, (CU, CU.clone())) is None
+    assert drop(mask, (CU, other)) is mask
+    assert drop(mask[..., :20, :], (CU, CU), 20, 30).shape[2] == 20
+
+
+def drop(mask, cu_seqlens, q_length=30, k_length=30, causal=True, window=None):
+    asker = torch.nn.Module()
+    return packing.drop_redundant_mask(asker, mask, cu_seqlens, q_length, k_length, causal, window)
+
+
+@pytest.mark.parametrize("rows", [7, 2048])
+def test_mask_that_broadcasts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for all queries, one column for all keys; long ones are looked at in parts."""
+    monkeypatch.setattr(packing, "_ROWS", rows)
+    row = torch.ones(1, 1, 1, 30, dtype=torch.bool)
+    assert drop(row, (CU, CU), causal=False) is None
+    assert drop(row, (CU, CU)) is row  # shows later tokens
+    row = row.clone()
+    row[..., 25] = False
+    assert drop(row, (CU, CU), causal=False) is row
+    column = torch.ones(1, 1, 30, 1, dtype=torch.bool)
+    assert drop(column, (CU, CU), causal=False) is column
+    for mask in (row[0, 0], row[0].expand(1, 30, 30)):
+        assert drop(mask, (CU, CU), causal=False) is mask
+
+
+def packed_attention(mask: torch.Tensor, **options) -> torch.Tensor:
+    module = torch.nn.Module()
+    module.is_causal = True
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=g) for _ in range(3))
+    return attention.fp8_delta_matching_attention(
+        module, q, k, v, mask, cu_seq_lens_q=CU, cu_seq_lens_k=CU, **options
+    )[0]
+
+
+def test_mask_that_shows_later_tokens() -> None:
+    """Image tokens that see each other, in a causal model: the mask says it, causality does not."""
+    segment = torch.searchsorted(CU[1:], torch.arange(30), right=True)
+    mask = (segment[:, None] == segment).tril()[None, None]
+    plain = packed_attention(mask)
+    assert_close(packed_attention(mask.tril()), plain, rms=1e-6)
+    mask = mask.clone()
+    mask[..., 15:20, 15:20] = True
+    assert drop(mask, (CU, CU)) is mask
+    seen = packed_attention(mask)
+    changed = (seen - plain).abs().amax((0, 2, 3)) > 1e-3
+    assert changed[15:19].all() and not changed[:15].any() and not changed[19:].any()
+    # The same as the mask alone, which separates the sequences too.
+    module = torch.nn.Module()
+    module.is_causal = True
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 30, 16, generator=g) for _ in range(3))
+    alone = attention.fp8_delta_matching_attention(module, q, k, v, mask)[0]
+    assert_close(seen, alone, rms=1e-2)
+
+
+UNCOUNTED = {
+    "data": lambda x, new: x.data.copy_(new),
+    "numpy": lambda x, new: x.numpy().__setitem__(..., new.numpy()),
+    "set data": lambda x, new: setattr(x, "data", new.clone()),
+}
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+@torch.no_grad()
+def test_changes_that_no_version_counts(how: str, ids: torch.Tensor) -> None:
+    """Collectives and kernels write like this too: an answer lasts for one forward."""
+    model, positions = use(build("llama")), torch.arange(30)[None].clone()
+    model(ids, position_ids=positions)
+    version = positions._version
+    UNCOUNTED[how](positions, PACKED)
+    assert positions._version == version
+    with pytest.raises(ValueError, match=RESTART):
+        model(ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+def test_mask_changed_without_a_version(how: str) -> None:
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    hiding = mask.clone()
+    hiding[..., 3] = False
+    layers = [torch.nn.Module() for _ in range(2)]
+    ask = lambda layer: packing.drop_redundant_mask(layer, mask, (CU, CU), 30, 30, True, None)
+    assert all(ask(layer) is None for layer in layers)
+    UNCOUNTED[how](mask, hiding)
+    assert all(ask(layer) is mask for layer in layers)
+
+
+def test_layers_that_are_recomputed(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradient checkpointing asks again, from the last layer back: one more look, not one a layer."""
+    model, looks = use(build("mistral", num_hidden_layers=4, sliding_window=8)), []
+    original = packing._shows_all
+    monkeypatch.setattr(packing, "_shows_all", lambda *a, **k: looks.append(1) or original(*a, **k))
+    model.train()
+    model.gradient_checkpointing_enable()
+    described = dict(position_ids=PACKED, cu_seq_lens_q=CU, cu_seq_lens_k=CU, use_cache=False)
+    model(ids, **described).logits.sum().backward()
+    assert len(looks) == 2

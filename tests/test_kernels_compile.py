@@ -79,7 +79,10 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
     limit = SMALL_BYTES if capability in SMALL_SHARED_MEMORY else LARGE_BYTES
     for kernel in kernels:
         assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
+        assert kernel.get("lost_operands", 0) == 0, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
+    if capability == (9, 0):
+        assert any(kernel["products_in_loops"] > 0 for kernel in attention)
     # Forward, δ, dQ and dK/dV of every case.
     assert len(attention) >= 4 * sum(case.get("attention", True) for case in cases)
     return attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch import AttentionRecipe, delta_matching_attention, fp8_linear, kernels
-from hf_deltamatch.ops import observe
+from hf_deltamatch.ops import library, observe
 from hf_deltamatch.ops.backend import BACKENDS, OPS, Choice, choose, explain, refuse_unsupported
 from hf_deltamatch.ops.observe import CALLS, RowSumResidual, record_row_sum
 
@@ -108,7 +109,8 @@ def test_explain_by_capability(monkeypatch) -> None:
         ({}, dict(softmax_scale=-1.0), "positive"),
         ({}, dict(head_dims=(64, 512)), "above 256"),
         ({}, dict(masked_packing=True), "one of them"),
-        (dict(block="mx"), dict(masked=True, device=CUDA), "mask or a window"),
+        ({}, dict(heads=65536), "65536 batches × query heads are above 65535; split"),
+        ({}, dict(heads=2**14, tokens=2**17), "16384 batches × query heads of 131072 tokens"),
     ],
     ids=lambda x: str(x) if isinstance(x, str) else None,
 )
@@ -279,3 +281,39 @@ def test_recording_changes_no_gradient() -> None:
     with record_row_sum():
         recorded = grads()
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+
+
+def test_ops_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device: with a model spread over several, not that of q."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode():
+        first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
+    assert library._other_device((None, second, first, 1.0)) == torch.device("cuda", 1)
+    assert library._other_device((first, None)) is None
+    assert library._other_device((torch.empty(2), None)) is None
+    assert library._other_device((None, 1)) is None
+    # The body of an op asks, and enters it around the work.
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device: torch.device):
+        entered.append(device)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(library, "_other_device", lambda args: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    q = torch.zeros(1, 1, 4, 8, requires_grad=True)
+    delta_matching_attention(q, q, q).sum().backward()
+    assert entered == [torch.device("cuda", 1), None] * 2
+
+
+def test_more_heads_than_a_grid_has() -> None:
+    """Said by the op, before CUDA calls it an invalid argument."""
+    if kernels.missing("attention", CPU):
+        pytest.skip("needs Triton's interpreter")
+    q = torch.zeros(65536, 1, 1, 8)
+    with pytest.raises(NotImplementedError, match="above 65535; split the batch.*reference"):
+        delta_matching_attention(q, q, q, backend="triton")

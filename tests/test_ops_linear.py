@@ -210,6 +210,26 @@ def test_fp8_linear_saves_nothing_without_grad(mode, monkeypatch: pytest.MonkeyP
     assert len(calls) == 1
 
 
+@DTYPES
+@EVERY_NAME
+def test_grad_weight_hp(recipe: LinearRecipe, dtype: torch.dtype) -> None:
+    """The other two GEMMs as without it; that one unquantised, from the input itself, which is what
+    is kept."""
+    x, weight, b, dy = make(2, 130, 64, dtype=dtype)
+    hp = LinearRecipe.from_name(recipe.name, grad_weight_hp=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ours = run(lambda *args: fp8_linear(*args, recipe=hp), x, weight, b, dy)
+    kept_weight, kept = saved
+    assert kept_weight.data_ptr() == weight.data_ptr() and kept.data_ptr() == x.data_ptr()
+    expected = run(lambda *args: fp8_linear(*args, recipe=recipe), x, weight, b, dy)
+    exact = dy.view(-1, 48).double().T @ x.detach().view(-1, 64).double()
+    rounding = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    assert_close(ours.pop("grad_weight"), exact, rms=rounding)
+    assert_close(expected.pop("grad_weight"), exact, rms=0.04)
+    assert_same(ours, expected)
+
+
 def test_fp8_linear_weight_changed_before_backward() -> None:
     x, weight, b, dy = make(5, 64)
     output = fp8_linear(x, weight, b)
@@ -279,11 +299,12 @@ def test_linear_opcheck(recipe: LinearRecipe, strided: bool) -> None:
     saved = reference.linear_save_input(x, recipe)
     torch.library.opcheck(
         ops.linear_bwd_weight,
-        (dy, *saved, torch.float32, *options),
+        (dy, *saved, 64, torch.float32, *options),
         # Not test_schema: torch compares the inputs before and after with a product, which FP8
         # tensors do not have on a CPU.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
+    torch.library.opcheck(ops.linear_bwd_weight_hp, (dy, x, torch.float32, "reference"))
 
 
 @EVERY_NAME

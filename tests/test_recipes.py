@@ -22,11 +22,11 @@ ATTENTION = {
 }
 ATTENTION_FIELDS = "block descale delta do_format project_row_sum deterministic quantize".split()
 LINEAR = {
-    "blockwise": ("blockwise", "fp32", "e4m3"),
-    "rowwise": ("rowwise", "fp32", "e4m3"),
-    "mx": ("mx", "pow2", "e4m3"),
+    "blockwise": ("blockwise", "fp32", "e4m3", False),
+    "rowwise": ("rowwise", "fp32", "e4m3", False),
+    "mx": ("mx", "pow2", "e4m3", False),
 }
-LINEAR_FIELDS = "scaling descale grad_format".split()
+LINEAR_FIELDS = "scaling descale grad_format grad_weight_hp".split()
 
 NAMED = [(AttentionRecipe, name) for name in ATTENTION] + [(LinearRecipe, name) for name in LINEAR]
 CLASSES = pytest.mark.parametrize("cls", [AttentionRecipe, LinearRecipe])
@@ -41,7 +41,9 @@ def all_recipes() -> list[AttentionRecipe | LinearRecipe]:
         ("e4m3", "e5m2"),
         *[(False, True)] * 3,
     )
-    linear = itertools.product(("blockwise", "rowwise", "mx"), ("pow2", "fp32"), ("e4m3", "e5m2"))
+    linear = itertools.product(
+        ("blockwise", "rowwise", "mx"), ("pow2", "fp32"), ("e4m3", "e5m2"), (False, True)
+    )
     return [
         cls(*fields)
         for cls, product in ((AttentionRecipe, attention), (LinearRecipe, linear))
@@ -311,6 +313,13 @@ def test_attention_str_delta_and_projection() -> None:
             "x E4M3[mx_1x32], W E4M3[mx_1x32]",
             "dy E4M3[mx_1x32], W E4M3[mx_32x1]",
             "dy E4M3[mx_32x1], x E4M3[mx_32x1]",
+        ),
+        (
+            LinearRecipe(grad_weight_hp=True),
+            "blockwise(grad_weight_hp=True) (fp32 descales)",
+            "x E4M3[blockwise_1x128], W E4M3[blockwise_128x128]",
+            "dy E4M3[blockwise_1x128], W E4M3[blockwise_128x128]",
+            "in high precision (the dtype of x)",
         ),
     ],
 )

@@ -134,9 +134,7 @@ def bench_shape(
 
 
 def _refuse_unsupported(shape: Shape, recipe: AttentionRecipe, device: torch.device) -> None:
-    reason = kernels.unsupported_attention(
-        recipe, (shape.D, shape.D), shape.D**-0.5, device, masked=shape.window is not None
-    )
+    reason = kernels.unsupported_attention(recipe, (shape.D, shape.D), shape.D**-0.5, device)
     if reason is not None:
         raise baselines.Absent(reason)
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_deltamatch.hf.masks import (
-    crosses,
-    fp8_delta_matching_mask,
-    has_values,
-    own_key_shown,
-    usable_mask,
-)
+from hf_deltamatch.hf.masks import fp8_delta_matching_mask, usable_mask
 from hf_deltamatch.hf.modules import ATTN_IMPLEMENTATION, choice_of
+from hf_deltamatch.hf.packing import drop_redundant_mask, refuse_unmasked_packing
 from hf_deltamatch.ops import delta_matching_attention
+from hf_deltamatch.ops.attention_args import has_autocast
 
 # Arguments that models send along and that do not change what attention computes.
 IGNORED = frozenset(
@@ -85,19 +79,20 @@ def fp8_delta_matching_attention(
     by_device = choice.backend == "triton" and not choice.recipe.quantize
     options = {}
     mask = None if attention_mask is None else usable_mask(attention_mask)
-    if cu_seq_lens_q is None:
-        _refuse_unmasked_packing(kwargs.get("position_ids"), seq_idx, mask, query.shape[2])
+    # Aligned bottom-right: a single query, the newest token, sees all keys of its window.
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = sliding_window if causal else None
     if cu_seq_lens_q is not None:
-        options["cu_seqlens"] = (
-            cu_seq_lens_q,
-            cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
-        )
-    if mask is None or cu_seq_lens_q is not None:
-        # Aligned bottom-right: a single query, the newest token, sees all keys of its window.
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if mask is None or mask.dtype == torch.bool:
-            options["is_causal"] = causal
-            options["window"] = sliding_window if causal else None
+        cu_seqlens = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        options["cu_seqlens"] = cu_seqlens
+        if mask is not None:
+            mask = drop_redundant_mask(
+                module, mask, cu_seqlens, query.shape[2], key.shape[2], causal, window
+            )
+    else:
+        refuse_unmasked_packing(module, kwargs.get("position_ids"), seq_idx, mask, query.shape[2])
+    if mask is None:  # else it says it all
+        options |= {"is_causal": causal, "window": window}
     output = delta_matching_attention(
         query,
         key,
@@ -136,63 +131,6 @@ def _refuse(dropout: float, kwargs: dict) -> None:
         )
 
 
-# Positions and masks that were found in order, newest last: one look per forward and kind of mask,
-# as all layers are handed the same tensors.
-_checked: tuple[tuple, ...] = ()
-
-
-def _refuse_unmasked_packing(
-    position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, q_length: int
-) -> None:
-    """Positions that restart, or another index of the sequence, mean packed sequences; without a mask
-    they would see each other.
-
-    Transformers looks for packing only without a cache and without an ``attention_mask``, and only
-    in models that hand their positions to the mask; its masks are then boolean, and separate the
-    sequences. Values cannot be read in a compiled graph.
-    """
-    global _checked
-    given = [t for t in (position_ids, seq_idx) if t is not None and t.dim() == 2]
-    if not given or q_length == 1 or not all(map(has_values, given)):
-        return
-    told = (position_ids, seq_idx, mask)
-    if any(all(map(_unchanged, seen, told)) for seen in _checked):
-        return
-    restarts = torch.zeros((), dtype=torch.bool, device=given[0].device)
-    if position_ids is not None and position_ids.dim() == 2:
-        restarts = restarts | (position_ids.diff(dim=-1) <= 0)
-    if seq_idx is not None and seq_idx.dim() == 2:
-        restarts = restarts | (seq_idx.diff(dim=-1) != 0)
-    if mask is not None and mask.dtype == torch.int32:  # positions of padding are arbitrary
-        shown = own_key_shown(mask, q_length)
-        restarts = restarts & shown[:, 1:] & shown[:, :-1]
-    boolean = mask is not None and mask.dtype == torch.bool
-    if bool(restarts.any()) and not (boolean and not crosses(mask, restarts)):
-        raise ValueError(
-            "fp8_delta_matching: `position_ids` restart (or `seq_idx` changes) within a row (packed "
-            "sequences), but no mask separates them, so they would attend to each other. Pass "
-            "cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening with "
-            "return_flash_attn_kwargs=True makes them), which works for every model that hands "
-            "keyword arguments on; or, for models that look for packing in their positions, "
-            "use_cache=False and no attention_mask."
-        )
-    # Inference tensors count no versions: a change in place would go unseen.
-    if not torch.is_inference_mode_enabled() and not any(
-        t is not None and t.is_inference() for t in told
-    ):
-        _checked = (*_checked[-3:], tuple(map(_remember, told)))
-
-
-def _remember(tensor: Tensor | None) -> tuple | None:
-    return None if tensor is None else (weakref.ref(tensor), tensor._version)
-
-
-def _unchanged(seen: tuple | None, tensor: Tensor | None) -> bool:
-    if seen is None or tensor is None:
-        return seen is tensor
-    return seen[0]() is tensor and not tensor.is_inference() and seen[1] == tensor._version
-
-
 def _describe(value) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
@@ -214,7 +152,7 @@ def _one_dtype(
     that PEFT keeps in FP32 widen all three beyond the layer's weights."""
     dtype = value.dtype
     device = query.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = has_autocast(device) and torch.is_autocast_enabled(device)
     if dtype == torch.float32 and not autocast:
         linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
         if linear is not None and linear.weight.dtype in (torch.bfloat16, torch.float16):

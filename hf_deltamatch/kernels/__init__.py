@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
 CAPABILITIES: dict[tuple[int, int], str] = {
     (8, 9): "Ada",
@@ -37,7 +37,10 @@ NO_BOOLEAN_MASK = ((10, 0), (10, 3))
 """Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these, except that of
 ``mx``."""
 
-OPS = ("attention",)
+MOST_HEADS = 65535
+"""Programs that CUDA launches along the second axis of a grid."""
+
+OPS = ("attention", "linear")
 """Ops that have kernels."""
 
 
@@ -120,12 +123,13 @@ def unsupported_attention(
     *,
     masked_packing: bool = False,
     boolean_mask: bool = False,
-    masked: bool = False,
+    heads: int = 1,
+    tokens: int = 1,
 ) -> str | None:
     """What of an attention call the kernels do not do, as a sentence, or None.
 
-    ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one.
-    ``masked``: a mask of any kind, or a window.
+    ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one. ``heads``:
+    batches × query heads. ``tokens``: of the longer side.
     """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
@@ -134,9 +138,6 @@ def unsupported_attention(
             f"block 'mx' multiplies by tl.dot_scaled, which the interpreter of Triton "
             f"{triton_version()[0]}.{triton_version()[1]} does not know (3.9 does); use '128xD'"
         )
-    if recipe.block == "mx" and device.type == "cuda" and masked:
-        # Right in the interpreter; on a device with Triton 3.6 wrong for every such case.
-        return "block 'mx' under a mask or a window gave wrong results on a device; use '128xD'"
     if max(head_dims) > 256:
         return f"head dimensions {head_dims} are above 256"
     capability = capability_of(device)
@@ -146,6 +147,49 @@ def unsupported_attention(
         return f"head dimensions {head_dims} are above 128, which does not fit this device"
     if not softmax_scale > 0:
         return f"`softmax_scale` is {softmax_scale}; the kernels need a positive one"
+    if heads > MOST_HEADS:
+        return f"{heads} batches × query heads are above {MOST_HEADS}; split the batch"
+    if heads * tokens >= 2**31:
+        return (
+            f"{heads} batches × query heads of {tokens} tokens are above 2³¹ rows; split the batch"
+        )
     if masked_packing:
         return "`mask` and `cu_seqlens` together; give one of them"
     return None
+
+
+def unsupported_linear(recipe: LinearRecipe, device: torch.device) -> str | None:
+    """What of a linear recipe torch's scaled GEMM does not do on ``device``, as a sentence, or None."""
+    capability = capability_of(device)
+    if capability is None:
+        return None
+    if recipe.scaling == "blockwise" and (capability != (9, 0) or _cuda_version() < (12, 9)):
+        other = "'mx', whose blocks are native there" if capability in NATIVE_MX else "'rowwise'"
+        return (
+            f"block-scaled FP8 GEMMs need a device of capability 9.0 and CUDA 12.9; this one is "
+            f"{capability[0]}.{capability[1]} with CUDA {torch.version.cuda}; use recipe {other}"
+        )
+    if recipe.scaling == "blockwise" and recipe.grad_format == "e5m2":
+        return (
+            "block-scaled FP8 GEMMs take E4M3 alone, and grad_format is 'e5m2' (grad_input needs it "
+            "with grad_weight_hp too); use grad_format='e4m3', or recipe 'rowwise' or 'mx'"
+        )
+    if (
+        recipe.scaling == "rowwise"
+        and recipe.grad_format == "e5m2"
+        and not rowwise_in_cublas(device)
+    ):
+        return (
+            "rowwise FP8 GEMMs of E5M2 gradients need a device of capability 9.0 and CUDA 12.9; use "
+            "grad_format='e4m3'"
+        )
+    return None
+
+
+def rowwise_in_cublas(device: torch.device) -> bool:
+    """Whether torch multiplies rowwise operands by cuBLAS (any format, FP32 results), not CUTLASS."""
+    return capability_of(device) == (9, 0) and _cuda_version() >= (12, 9)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(n) for n in (torch.version.cuda or "0.0").split(".")[:2])

@@ -23,10 +23,12 @@ from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
+from hf_deltamatch.kernels.attention_dq_hopper import dq_hopper
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
 from hf_deltamatch.kernels.attention_problem import Problem, saved_views
 from hf_deltamatch.kernels.attention_rows import _mean_key_kernel
+from hf_deltamatch.kernels.launch import assert_rising
 
 
 class Forward(NamedTuple):
@@ -109,6 +111,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         lse.fill_(float("-inf"))
         o.zero_()
         return result
+    assert_rising(x.Tq, x.Tk, x.pack_q, x.pack_k)
     if x.recipe.block == "mx":
         from hf_deltamatch.kernels import attention_mx_launch
 
@@ -178,7 +181,18 @@ def attention_bwd(
     mean_key = _mean_key(k8, kd, x) if x.recipe.project_row_sum else None
     tiles = {}
 
+    hopper = x.tile and do8.dtype == k8.dtype
+    # Triton 3.6 fails on a store inside the loops of those kernels under a compact mask.
+    hopper = hopper and not (store_ds and x.mask_kind)
+    hopper_dq = hopper and config.has_hopper_dq(BD, BDV, x.device) and not row_sums
+
     def rows_pass(is_delta: bool) -> None:
+        if hopper_dq and (is_delta or mean_key is None):
+            dq_hopper(
+                x, (q8, do8, k8, v8, kt), (lse2, shifted, delta, dlse), (qd, dod, kd, vd), dq,
+                None if ds is None or is_delta else ds[0], bounds, is_delta=is_delta,
+            )  # fmt: skip
+            return
         c = (config.delta_config if is_delta else config.dq_config)(BD, BDV, x.device)
         block = c.BLOCK_M, c.BLOCK_N
         if block not in tiles:
@@ -202,9 +216,7 @@ def attention_bwd(
         rows_pass(True)
     rows_pass(False)
     key_bounds = x.bounds(by_key=True)
-    hopper = x.tile and do8.dtype == k8.dtype and config.has_hopper_dkdv(BD, BDV, x.device)
-    # Triton 3.6 fails on a store inside that kernel's loop under a compact mask.
-    if hopper and not (store_ds and x.mask_kind):
+    if hopper and config.has_hopper_dkdv(BD, BDV, x.device):
         dkdv_hopper(
             x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
             None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,

@@ -61,6 +61,11 @@ def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
     return Config(64, 64, 4, 2)
 
 
+def has_hopper_dq(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
+    """True where the Hopper kernel computes δ and dQ of ``128xD``, with the tiles of the other."""
+    return BLOCK_D == BLOCK_DV and BLOCK_D in (64, 128) and capability_of(device) == (9, 0)
+
+
 def has_hopper_dkdv(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
     """True where the Hopper kernel computes dK and dV of ``128xD``, with the tiles of the other."""
     return BLOCK_D == BLOCK_DV == 128 and capability_of(device) == (9, 0)

@@ -12,47 +12,36 @@ interpreter: compared with the reference on a GPU.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_deltamatch.kernels.attention_fwd import LOG2E, positive, tanh
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.casts import (
     exp2_int,
     inverse_exp2_int,
     nan_to_zero,
     pow2_exponent,
-    regroup_rows,
 )
 from hf_deltamatch.kernels.geometry import COMPACT_MASK, own_segment, query_tiles, segment_of
+from hf_deltamatch.kernels.hopper import (
+    ROWS,
+    add_product,
+    async_load,
+    columns_descriptor,
+    rows_descriptor,
+    store_rows,
+    to_operand,
+)
+from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
-# Triton 3.6 calls it by its longer name.
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-KEYS = gl.constexpr(64)  # of a warpgroup
 BLOCK_M = 64
 BLOCK_D = 128
-
-
-@gluon.jit
-def _to_operand(x, layout: gl.constexpr):
-    """FP32 accumulator, ``|x| <= 448``, to an FP8 register operand."""
-    x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
-    # A plain cast packs byte by byte, with about 80 more instructions a tile.
-    return gl.inline_asm_elementwise(
-        "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
-        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -63,10 +52,10 @@ def _produce(
 ):  # fmt: skip
     """K and V of this program once, then the query tiles of every query head, in visiting order."""
     q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
-    mbarrier.expect(kv_ready, 4 * KEYS * BLOCK_D)
+    mbarrier.expect(kv_ready, 4 * ROWS * BLOCK_D)
     for w in gl.static_range(2):
-        async_load(k_desc, [key_token + w * KEYS, 0], kv_ready, k_s.index(w))
-        async_load(v_desc, [key_token + w * KEYS, 0], kv_ready, v_s.index(w))
+        async_load(k_desc, [key_token + w * ROWS, 0], kv_ready, k_s.index(w))
+        async_load(v_desc, [key_token + w * ROWS, 0], kv_ready, v_s.index(w))
     i = 0
     for t in range(tiles):
         start = (origin + STEP * t) * BLOCK_M
@@ -84,15 +73,6 @@ def _produce(
             async_load(dot_desc, [bh * D_padded_v, column], ready, dot_s.index(stage))
             async_load(qt_desc, [bh * D_padded, column], ready, qt_s.index(stage))
             i += 1
-
-
-@gluon.jit
-def _add_product(total, a, b_t, factor):
-    """``total + (a b) · factor``: a product over one tile of queries, added in FP32 registers."""
-    zero = gl.zeros_like(total)
-    part = warpgroup_mma(a, b_t.permute((1, 0)), zero, use_acc=False, is_async=True)
-    part = warpgroup_mma_wait(0, deps=[part])
-    return total + part * factor[:, None]
 
 
 @gluon.jit
@@ -117,7 +97,7 @@ def _step(
     slot = bh * slots_q + q_slot + start // 128
     q_tile = gl.load(q_descale_ptr + slot)
     do_tile = gl.load(do_descale_ptr + slot)
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, scores)
     # Straight from memory, before the wait: from shared memory ptxas spills 26 registers a tile.
     rows = start + gl.arange(0, BLOCK_M, by_query)
     lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + rows)[None, :]
@@ -127,7 +107,7 @@ def _step(
     f = k_tile * q_tile
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP:
-        t = tanh(s * (f * (softmax_scale / softcap)))
+        t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(t * (softcap * LOG2E) - lse2)
     else:
         p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2)
@@ -151,7 +131,7 @@ def _step(
         fold = gl.load(do_fold_ptr + at_rows, mask=rows < Tq, other=0.0)
         for_dv = gl.where((fold == 0.0)[None, :], 0.0, p)
     e = pow2_exponent(gl.max(for_dv, 1))
-    p8 = _to_operand(for_dv * inverse_exp2_int(e)[:, None], operand)
+    p8 = to_operand(for_dv * inverse_exp2_int(e)[:, None], operand)
     back_v = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(do_tile)
     shifted = shifted_s.index(stage).load(scores)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -166,22 +146,11 @@ def _step(
         ds = ds * (1.0 - t * t)
     e = pow2_exponent(gl.max(gl.abs(ds), 1))
     back_k = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(q_tile)
-    ds8 = _to_operand(ds * inverse_exp2_int(e)[:, None], operand)
-    dv = _add_product(dv, p8, dot_s.index(stage), back_v)
-    dk = _add_product(dk, ds8, qt_s.index(stage), back_k)
+    ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
+    dv = add_product(dv, p8, dot_s.index(stage), back_v)
+    dk = add_product(dk, ds8, qt_s.index(stage), back_k)
     mbarrier.arrive(empty.index(stage))
     return dk, dv
-
-
-@gluon.jit
-def _store(out_ptr, x, first_key, k_base, k_len, D, stride_t):
-    """``x [64, features]`` of the keys of a warpgroup, in rows of whole sectors."""
-    coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, coalesced))
-    offs_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, coalesced))
-    at = (k_base + keys).to(gl.int64)[:, None] * stride_t + offs_d[None, :]
-    out = gl.convert_layout(x.to(out_ptr.dtype.element_ty), coalesced)
-    gl.store(out_ptr + at, out, mask=(keys < k_len)[:, None] & (offs_d < D)[None, :])
 
 
 @gluon.jit
@@ -202,8 +171,8 @@ def _consume(
     head = kv * G
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
-    first_key = first + w * KEYS
-    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores))
+    first_key = first + w * ROWS
+    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, scores))
     position = keys
     reach = keys
     if MASK == COMPACT_MASK:
@@ -217,8 +186,8 @@ def _consume(
         gl.load(v_descale_ptr + slot),
     )
     sizes = (k_len, k_base, Tq, Tk, stride_stat, slots_q, window, softmax_scale, softcap)
-    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
-    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, grads)
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(kv_ready, 0)
     i = 0
     for t in range(edge):
@@ -247,9 +216,9 @@ def _consume(
                 )  # fmt: skip
                 i += 1
     dv_ptr += b.to(gl.int64) * stride_dvb + h.to(gl.int64) * stride_dvh
-    _store(dv_ptr, dv, first_key, k_base, k_len, Dv, stride_dvt)
+    store_rows(dv_ptr, dv, first_key, k_base, k_len, Dv, stride_dvt)
     dk_ptr += b.to(gl.int64) * stride_dkb + h.to(gl.int64) * stride_dkh
-    _store(dk_ptr, dk * softmax_scale, first_key, k_base, k_len, D, stride_dkt)
+    store_rows(dk_ptr, dk * softmax_scale, first_key, k_base, k_len, D, stride_dkt)
 
 
 @gluon.jit
@@ -297,8 +266,8 @@ def _attention_bwd_dkdv_hopper_kernel(
             edge = hi - full_hi
         edge = gl.minimum(edge, tiles)
     F8: gl.constexpr = gl.float8e4nv
-    k_s = gl.allocate_shared_memory(F8, [2, KEYS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(F8, [2, KEYS, BLOCK_D], v_desc.layout)
+    k_s = gl.allocate_shared_memory(F8, [2, ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(F8, [2, ROWS, BLOCK_D], v_desc.layout)
     q_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_M, BLOCK_D], q_desc.layout)
     do_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_M, BLOCK_D], do_desc.layout)
     qt_s = gl.allocate_shared_memory(F8, [STAGES, BLOCK_D, BLOCK_M], qt_desc.layout)
@@ -337,25 +306,6 @@ def _attention_bwd_dkdv_hopper_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def _rows(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of a payload ``[B, H, T, D padded]`` or a statistic ``[B, H, T]``."""
-    D = x.shape[-1]
-    if x.dtype == torch.float32:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        return TensorDescriptor(
-            x, [x.shape[0] * x.shape[1], D], [x.stride(1), 1], [1, rows], layout
-        )
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    return TensorDescriptor(x, [x.numel() // D, D], [D, 1], [rows, BLOCK_D], layout)
-
-
-def _columns(x: Tensor) -> TensorDescriptor:
-    """Tiles of a transposed copy ``[B, H, D padded, tokens]``."""
-    T = x.shape[-1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    return TensorDescriptor(x, [x.numel() // T, T], [T, 1], [BLOCK_D, BLOCK_M], layout)
-
-
 def step(group: int) -> int:
     """Direction over the query tiles. Programs of a key head that start at their own diagonals are
     spread over its queries: fine for one query head (3.24 ms against 3.40 from the last tile back),
@@ -390,9 +340,10 @@ def dkdv_hopper(
     lse2, shifted = stats
     flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
     _attention_bwd_dkdv_hopper_kernel[(x.pack_k.slots, x.B * x.Hkv)](
-        _rows(q8, BLOCK_M), _rows(do8, BLOCK_M), _columns(qt), _columns(do_t),
-        _rows(shifted, BLOCK_M), *(_rows(t, KEYS.value) for t in keys), dk,
-        dv, lse2, *descales, do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
+        rows_descriptor(q8, BLOCK_M, BLOCK_D), rows_descriptor(do8, BLOCK_M, BLOCK_D),
+        columns_descriptor(qt, BLOCK_D, BLOCK_M), columns_descriptor(do_t, BLOCK_D, BLOCK_M),
+        rows_descriptor(shifted, BLOCK_M, BLOCK_D),
+        *(rows_descriptor(t, ROWS.value, BLOCK_D) for t in keys), dk, dv, lse2, *descales, do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
         x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2],
         do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,

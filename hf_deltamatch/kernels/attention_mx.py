@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
-from hf_deltamatch.kernels import triton_version
+from hf_deltamatch.kernels import interpreted, triton_version
 from hf_deltamatch.kernels.casts import exp2_int
 from hf_deltamatch.kernels.geometry import visible
 from hf_deltamatch.kernels.logits import LOG2E, tanh
@@ -33,9 +34,28 @@ HIDE_ZERO = tl.constexpr(triton_version() < (3, 9))
 be zero."""
 
 
+ON_DEVICE = tl.constexpr(not interpreted())
+
+
+@triton.jit
+def renew(code):
+    """``code`` through an instruction that no loop leaves out. Hopper's wgmma takes the decoded A from
+    registers; where a loop does not change them, ptxas (12.8, 13.0) may give them to something else in
+    the loop, and later rounds multiply by that."""
+    if ON_DEVICE and target_info.cuda_capability_geq(9, 0):
+        if not target_info.cuda_capability_geq(10, 0):
+            code = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [code.to(tl.int32)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            ).to(tl.uint8)  # fmt: skip
+    return code
+
+
 @triton.jit
 def product(a, a_code, b, b_code):
-    """``a [M, K]`` times ``b [N, K]`` transposed, both with codes along K."""
+    """``a [M, K]``, which a loop leaves as it is, times ``b [N, K]`` transposed, both with codes along
+    K."""
+    a_code = renew(a_code)
     A: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
     B: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
     if HIDE_ZERO:
@@ -67,7 +87,7 @@ def fwd_tile_mx(
     k = k_desc.load([k_row + start, 0])
     s = product(q, q_code, k, row_codes(k_code_ptr, offs_n, offs_n < Tk, q.shape[1] // 32))
     if SOFTCAP:
-        s = tanh(s * (softmax_scale / softcap))
+        s = tanh(s * (softmax_scale / softcap), SOFTCAP)
         c = softcap * LOG2E
     else:
         c = softmax_scale * LOG2E
@@ -111,7 +131,7 @@ def dq_tile_mx(
     s = product(q, q_code, k, row_codes(k_code_ptr, offs_n, inside, q.shape[1] // 32))
     dp = product(do, do_code, v, row_codes(v_code_ptr, offs_n, inside, do.shape[1] // 32))
     if SOFTCAP:
-        t = tanh(s * (softmax_scale / softcap))
+        t = tanh(s * (softmax_scale / softcap), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[:, None])
     else:
         p = tl.exp2(s * (softmax_scale * LOG2E) - lse2[:, None])
@@ -188,7 +208,7 @@ def dkdv_tile_mx(
     s = product(k, k_code, q, row_codes(q_code_ptr, row + offs_m, inside, BLOCK_D // 32))
     lse2 = tl.load(lse2_ptr + stat + offs_m, mask=inside, other=float("inf"))
     if SOFTCAP:
-        t = tanh(s * (softmax_scale / softcap))
+        t = tanh(s * (softmax_scale / softcap), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
     else:
         p = tl.exp2(s * (softmax_scale * LOG2E) - lse2[None, :])

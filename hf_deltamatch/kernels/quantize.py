@@ -111,7 +111,8 @@ def _quantize_slot(
                 biased_exponent(tl.where(amax < float("inf"), amax, 1.0), 15 if E5M2 else 8)
             )
         else:
-            descale = tl.maximum(amax / (57344.0 if E5M2 else 448.0), 1.1754943508222875e-38)
+            largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+            descale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
         descale = tl.where(amax == 0, 1.0, descale)
         descale = tl.where(amax < float("inf"), descale, float("nan"))
         if TILE:
@@ -127,7 +128,8 @@ def _quantize_slot(
         bits = tl.where(clean, descale, 1.0).to(tl.int32, bitcast=True)
         factor = inverse_exp2_int(bits >> 23)
     else:
-        factor = 1.0 / tl.where(clean, descale, 1.0)
+        ones = tl.full(descale.shape, 1.0, tl.float32)
+        factor = tl.div_rn(ones, tl.where(clean, descale, 1.0))
     if TILE and not STATE:
         if one != one:
             x = tl.zeros_like(x)
@@ -161,6 +163,8 @@ def _quantize_slot(
     return offs_t, raw, payload, fold
 
 
+# D and Dv are int32: Triton makes an argument of 1 a constant, most features are then zeros to the
+# compiler, and ptxas 12.8 goes wrong where both halves of a word are one conversion.
 @triton.jit(
     do_not_specialize=[
         "programs_q", "programs_k", "Hq", "Hkv", "Tq", "Tk", "slots_q", "slots_k", "hide_q",
@@ -171,7 +175,8 @@ def _quantize_qkv_kernel(
     q_ptr, q_fp8_ptr, q_descale_ptr, k_ptr, k_fp8_ptr, k_descale_ptr,
     v_ptr, v_fp8_ptr, v_descale_ptr, v_fold_ptr, vt_ptr,
     q_state_ptr, hide_q, cu_q_ptr, segment_q_ptr, k_state_ptr, hide_k, cu_k_ptr, segment_k_ptr,
-    programs_q, programs_k, Hq, Hkv, Tq, Tk, slots_q, slots_k, D, D_PADDED, Dv, D_PADDED_V,
+    programs_q, programs_k, Hq, Hkv, Tq, Tk, slots_q, slots_k, D: tl.int32, D_PADDED, Dv: tl.int32,
+    D_PADDED_V,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_qsb, stride_qsh, stride_ksb, stride_ksh,
     TILE: tl.constexpr, GIVEN_Q: tl.constexpr, GIVEN_K: tl.constexpr, POW2: tl.constexpr,
@@ -224,7 +229,7 @@ def _quantize_qkv_kernel(
 def _quantize_do_kernel(
     do_ptr, do_fp8_ptr, descale_ptr, fold_ptr, do_t_ptr, state_ptr, hide, cu_ptr, cu_k_ptr,
     segment_ptr, lse_ptr, lse2_ptr, o_ptr, dlse_ptr, delta_ptr, shifted_ptr, H, T, T_keys, slots,
-    Dv, D_PADDED_V,
+    Dv: tl.int32, D_PADDED_V,
     stride_dob, stride_doh, stride_dot, stride_dod, stride_sb, stride_sh,
     stride_ob, stride_oh, stride_ot, stride_od,
     TILE: tl.constexpr, GIVEN: tl.constexpr, POW2: tl.constexpr, STALE: tl.constexpr,
@@ -350,6 +355,7 @@ def descale_of_runs(amax: Tensor, cuts: Tensor, E5M2: bool, pow2: bool) -> Tenso
         e = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).int()
         descale = (e.clamp_min(1) << 23).view(torch.float32)
     else:
-        descale = (top / (57344.0 if E5M2 else 448.0)).clamp_min(2.0**-126)
+        # By a tensor: a GPU divides by a Python number by multiplying with its reciprocal.
+        descale = (top / torch.full_like(top, 57344.0 if E5M2 else 448.0)).clamp_min(2.0**-126)
     descale = torch.where(top == 0, 1.0, descale)
     return torch.where(top.isfinite(), descale, float("nan"))

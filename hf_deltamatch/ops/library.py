@@ -31,7 +31,11 @@ def define_op(fn: Callable[..., Any]) -> torch._ops.OpOverload:
                         f"{NAMESPACE}::{fn.__name__} has no autograd formula, and an input requires "
                         f"grad. Call the public function of hf_deltamatch, or under torch.no_grad()."
                     )
-        return fn(*args)
+        device = _other_device(args)
+        if device is None:
+            return fn(*args)
+        with torch.cuda.device(device):
+            return fn(*args)
 
     name = f"{NAMESPACE}::{fn.__name__}"
     schema = torch.library.infer_schema(fn, mutates_args=())
@@ -39,3 +43,14 @@ def define_op(fn: Callable[..., Any]) -> torch._ops.OpOverload:
     # Dynamo must not look into a body that a frame it gave up on calls.
     torch.library.impl(name, "default", torch.compiler.disable(body))
     return getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
+
+
+def _other_device(args: tuple[Any, ...]) -> torch.device | None:
+    """The CUDA device of the tensors where it is not the current one, as for the later layers of a
+    model that is spread over devices. Triton launches on the current device, whatever it is given."""
+    for x in args:
+        if isinstance(x, Tensor):
+            device = x.device
+            other = device.type == "cuda" and device.index != torch.cuda.current_device()
+            return device if other else None
+    return None

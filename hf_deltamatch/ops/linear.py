@@ -1,7 +1,8 @@
 """Public FP8 linear: three GEMMs with FP8 operands, high-precision master weight.
 
-Saved for the backward: one byte per input element (FP8, quantised along tokens, with its descales),
-and the weight itself, which is quantised again. The high-precision input is not kept.
+Saved for the backward: one byte per input element (FP8, quantised along tokens, with its descales:
+4 bytes per 128 elements for ``blockwise``), and the weight itself, which is quantised again. The
+high-precision input is kept only with ``grad_weight_hp``, in place of the FP8 one.
 
 Annotations are evaluated here (the op schemas are inferred from them).
 """
@@ -9,7 +10,7 @@ Annotations are evaluated here (the op schemas are inferred from them).
 import torch
 from torch import Tensor
 
-from hf_deltamatch import reference
+from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.attention_args import (
     HIGH_PRECISION,
@@ -17,9 +18,16 @@ from hf_deltamatch.ops.attention_args import (
     refuse_double_backward,
     require_tensors,
 )
-from hf_deltamatch.ops.backend import choose
+from hf_deltamatch.ops.backend import choose, refuse_unsupported
 from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import LinearRecipe
+
+
+def _kernels():
+    """The launchers, imported where they run: only they need Triton."""
+    from hf_deltamatch.kernels import linear
+
+    return linear
 
 
 @define_op
@@ -27,15 +35,19 @@ def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, save_input: bool, recipe: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``output [tokens, out]`` in the dtype of x; with ``save_input`` the FP8 input and its
-    descale as grad_weight reads them, else two empty tensors."""
-    assert backend == "reference", backend
+    descale as grad_weight reads them, else two empty tensors. The reference stores that input as
+    ``[tokens, in]``, the kernels padded and with the tokens last."""
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
     with torch.autocast(x.device.type, enabled=False):
-        output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
-        if save_input:
-            return output, *reference.linear_save_input(x, decoded)
-    return output, x.new_empty(0), x.new_empty(0)
+        if backend == "triton":
+            output, saved = _kernels().linear_fwd(x, weight, bias, save_input, decoded)
+            saved = saved and saved[:2]
+        else:
+            assert backend == "reference", backend
+            output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
+            saved = reference.linear_save_input(x, decoded) if save_input else None
+    return output, *(saved or (x.new_empty(0), x.new_empty(0)))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_fwd")
@@ -43,18 +55,25 @@ def _(x, weight, bias, save_input, recipe, backend):
     output = x.new_empty(x.shape[0], weight.shape[0])
     if not save_input:
         return output, x.new_empty(0), x.new_empty(0)
-    shape = LinearRecipe.decode(recipe).token_block.descale_shape(*x.shape)
-    payload = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
-    return output, payload, x.new_empty(shape, dtype=torch.float32)
+    decoded = LinearRecipe.decode(recipe)
+    if backend == "triton":
+        shape, descale = _kernels().saved_shapes(*x.shape, decoded)
+    else:
+        shape, descale = x.shape, decoded.token_block.descale_shape(*x.shape)
+    payload = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+    return output, payload, x.new_empty(descale, dtype=torch.float32)
 
 
 @define_op
 def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> Tensor:
     """grad_input ``[tokens, in]`` in the dtype of dy."""
-    assert backend == "reference", backend
     observe.CALLS["linear_bwd_input"] += 1
+    decoded = LinearRecipe.decode(recipe)
     with torch.autocast(dy.device.type, enabled=False):
-        return reference.linear_bwd_input(dy, weight, LinearRecipe.decode(recipe)).to(dy.dtype)
+        if backend == "triton":
+            return _kernels().linear_bwd(dy, weight, None, None, decoded)[0]
+        assert backend == "reference", backend
+        return reference.linear_bwd_input(dy, weight, decoded).to(dy.dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd_input")
@@ -64,44 +83,111 @@ def _(dy, weight, recipe, backend):
 
 @define_op
 def linear_bwd_weight(
-    dy: Tensor, x_fp8: Tensor, x_descale: Tensor, dtype: torch.dtype, recipe: str, backend: str
+    dy: Tensor,
+    x_fp8: Tensor,
+    x_descale: Tensor,
+    n_in: int,
+    dtype: torch.dtype,
+    recipe: str,
+    backend: str,
 ) -> Tensor:
-    """grad_weight ``[out, in]`` in ``dtype``."""
-    assert backend == "reference", backend
+    """grad_weight ``[out, n_in]`` in ``dtype``."""
     observe.CALLS["linear_bwd_weight"] += 1
-    saved = reference.Quantized(x_fp8, x_descale)
+    decoded = LinearRecipe.decode(recipe)
     with torch.autocast(dy.device.type, enabled=False):
-        return reference.linear_bwd_weight(dy, saved, LinearRecipe.decode(recipe)).to(dtype)
+        if backend == "triton":
+            k = _kernels()
+            saved = k.saved_input(x_fp8, x_descale, dy.shape[0], n_in, decoded)
+            return k.linear_bwd(dy, None, saved, dtype, decoded)[1]
+        assert backend == "reference", backend
+        saved = reference.Quantized(x_fp8, x_descale)
+        return reference.linear_bwd_weight(dy, saved, decoded).to(dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight")
-def _(dy, x_fp8, x_descale, dtype, recipe, backend):
-    return dy.new_empty(dy.shape[1], x_fp8.shape[1], dtype=dtype)
+def _(dy, x_fp8, x_descale, n_in, dtype, recipe, backend):
+    return dy.new_empty(dy.shape[1], n_in, dtype=dtype)
+
+
+@define_op
+def linear_bwd(
+    dy: Tensor,
+    weight: Tensor,
+    x_fp8: Tensor,
+    x_descale: Tensor,
+    dtype: torch.dtype,
+    recipe: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """grad_input and grad_weight, ``dy`` read once; for kernels only."""
+    assert backend == "triton", backend
+    observe.CALLS["linear_bwd_input"] += 1
+    observe.CALLS["linear_bwd_weight"] += 1
+    decoded, k = LinearRecipe.decode(recipe), _kernels()
+    with torch.autocast(dy.device.type, enabled=False):
+        saved = k.saved_input(x_fp8, x_descale, dy.shape[0], weight.shape[1], decoded)
+        return k.linear_bwd(dy, weight, saved, dtype, decoded)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd")
+def _(dy, weight, x_fp8, x_descale, dtype, recipe, backend):
+    return dy.new_empty(dy.shape[0], weight.shape[1]), dy.new_empty(weight.shape, dtype=dtype)
+
+
+@define_op
+def linear_bwd_weight_hp(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """grad_weight ``[out, in]`` in ``dtype`` from unquantised operands, FP32 sums."""
+    observe.CALLS["linear_bwd_weight"] += 1
+    with torch.autocast(dy.device.type, enabled=False):
+        if backend == "triton" and dy.device.type == "cuda" and dy.dtype != torch.float32:
+            out = None if dtype == dy.dtype else torch.float32
+            product = dy.t() @ x if out is None else torch.mm(dy.t(), x, out_dtype=out)
+            return product.to(dtype)
+        return reference.linear_bwd_weight_hp(dy, x).to(dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight_hp")
+def _(dy, x, dtype, backend):
+    return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 
 class LinearFunction(torch.autograd.Function):
     """Saves and forwards; ``x [tokens, in]``."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, save_input, recipe, backend):
-        output, x_fp8, x_descale = linear_fwd(x, weight, bias, save_input, recipe, backend)
-        ctx.save_for_backward(weight, x_fp8, x_descale)
+    def forward(ctx, x, weight, bias, save_input, hp, recipe, backend):
+        output, x_fp8, x_descale = linear_fwd(
+            x, weight, bias, save_input and not hp, recipe, backend
+        )
+        if save_input and hp:
+            ctx.save_for_backward(weight, x)
+        else:
+            ctx.save_for_backward(weight, x_fp8, x_descale)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.hp = hp
         ctx.options = (recipe, backend)
         return output
 
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward("fp8_linear")
-        weight, x_fp8, x_descale = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
+        recipe, backend = ctx.options
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = linear_bwd_input(dy, weight, *ctx.options)
-        if ctx.needs_input_grad[1]:
-            dw = linear_bwd_weight(dy, x_fp8, x_descale, weight.dtype, *ctx.options)
-        if ctx.needs_input_grad[2]:
-            db = dy.float().sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        if wants_dx and wants_dw and not ctx.hp and backend == "triton":
+            dx, dw = linear_bwd(dy, weight, *saved, weight.dtype, recipe, backend)
+        else:
+            if wants_dx:
+                dx = linear_bwd_input(dy, weight, recipe, backend)
+            if wants_dw and ctx.hp:
+                dw = linear_bwd_weight_hp(dy, *saved, weight.dtype, backend)
+            elif wants_dw:
+                options = (weight.shape[1], weight.dtype, recipe, backend)
+                dw = linear_bwd_weight(dy, *saved, *options)
+        if wants_db:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None
 
 
 def fp8_linear(
@@ -117,12 +203,18 @@ def fp8_linear(
         x: ``[..., in]``, FP32, BF16 or FP16; any number of tokens, zero included.
         weight: ``[out, in]``, the high-precision master weight; quantised in every call, so it
             cannot go stale.
-        bias: ``[out]`` or None, added in FP32.
+        bias: ``[out]`` or None, added in FP32 (the kernels round it to the dtype of the result
+            first, where that is BF16).
         recipe: a name or a :class:`LinearRecipe`.
         backend: ``None`` (by device) or one of ``ops.backend.BACKENDS`` by name.
 
     Returns:
         ``[..., out]`` in the dtype of x (under autocast, in autocast's dtype).
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, with what was given and what is allowed.
+        NotImplementedError: no kernel for the device, or not for this recipe there; nothing falls
+            back by itself.
 
     >>> fp8_linear(torch.randn(2, 5, 64), torch.randn(32, 64)).shape
     torch.Size([2, 5, 32])
@@ -136,13 +228,23 @@ def fp8_linear(
     if autocast is not None:
         x = x.to(autocast)
     chosen = choose("linear", x.device, backend)
+    if chosen == "triton":
+        refuse_unsupported("linear", _unsupported(recipe.encoded, x.device))
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
     output = LinearFunction.apply(
-        x.reshape(-1, x.shape[-1]), weight, bias, save_input, recipe.encoded, chosen
-    )
+        x.reshape(-1, x.shape[-1]), weight, bias, save_input, recipe.grad_weight_hp, recipe.encoded,
+        chosen,
+    )  # fmt: skip
     # As nn.Linear does: the result is no view, which FSDP2 and in-place users would trip over.
     return torch.ops.aten._unsafe_view(output, [*x.shape[:-1], weight.shape[0]])
+
+
+@torch.compiler.assume_constant_result
+def _unsupported(recipe: str, device: torch.device) -> str | None:
+    """A fact of the machine and the recipe: not for torch.compile to trace. Takes the encoded
+    recipe: torch 2.11 makes no constant of a dataclass."""
+    return kernels.unsupported_linear(LinearRecipe.decode(recipe), device)
 
 
 def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:

@@ -5,6 +5,7 @@ from hf_deltamatch.reference.attention_bwd import AttentionBackward, attention_b
 from hf_deltamatch.reference.linear import (
     linear_bwd_input,
     linear_bwd_weight,
+    linear_bwd_weight_hp,
     linear_fwd,
     linear_save_input,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "dequantize",
     "linear_bwd_input",
     "linear_bwd_weight",
+    "linear_bwd_weight_hp",
     "linear_fwd",
     "linear_save_input",
     "quantize",

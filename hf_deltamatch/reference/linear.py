@@ -5,7 +5,8 @@
     grad_weight = dyᵀ x       both along tokens
 
 Every operand is quantised in blocks along the contraction (``LinearRecipe``), products and sums
-are FP32. ``x`` is kept for grad_weight as FP8, quantised from the high-precision ``x`` along tokens.
+are FP32. ``x`` is kept for grad_weight as FP8, quantised from the high-precision ``x`` along tokens;
+with ``grad_weight_hp`` as it is, and that product is of unquantised operands.
 """
 
 from __future__ import annotations
@@ -45,3 +46,8 @@ def linear_bwd_weight(dy: Tensor, x: Quantized, recipe: LinearRecipe) -> Tensor:
     fmt = FORMATS[recipe.grad_format]
     dy = _rounded(dy, fmt, recipe.token_block, recipe)
     return dy.T @ dequantize(*x, recipe.token_block)
+
+
+def linear_bwd_weight_hp(dy: Tensor, x: Tensor) -> Tensor:
+    """``dy [tokens, out]``, ``x [tokens, in]``, neither quantised, to FP32 grad_weight."""
+    return dy.float().T @ x.float()

@@ -41,7 +41,9 @@ def pow2_descale(amax: Tensor, fmt: Float8Format) -> Tensor:
 
 def fp32_descale(amax: Tensor, fmt: Float8Format) -> Tensor:
     """``amax / fmt.max`` in FP32, at least 2**-126."""
-    return _finish((amax.float() / fmt.max).clamp_min(MIN_DESCALE), amax)
+    amax = amax.float()
+    # By a tensor: a GPU divides by a Python number by multiplying with its reciprocal.
+    return _finish((amax / torch.full_like(amax, fmt.max)).clamp_min(MIN_DESCALE), amax)
 
 
 def _finish(descale: Tensor, amax: Tensor) -> Tensor:

@@ -1,0 +1,374 @@
+"""Matrices to FP8 operands of a scaled GEMM, along either axis or along both in one read.
+
+Reference: :func:`hf_deltamatch.reference.quantize.quantize`. FP8 tensor cores of Hopper contract the
+last axis of both operands, so a matrix ``x [R, C]`` is needed as itself where C is contracted and
+transposed where R is: ``rows`` is ``[R, C]`` with scales along C, ``columns`` ``[C, R]`` with scales
+along R. A program owns a tile of 128 x 128, read once.
+
+Payloads are padded with zeros, the outer axis to a multiple of 16, the contracted one to a multiple
+of 128; descales lie as torch's scaled GEMM wants them, see :class:`Operand`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_deltamatch.formats import MX_BLOCK
+from hf_deltamatch.kernels.casts import (
+    biased_exponent,
+    cast_fp8,
+    cast_fp8_words,
+    exp2_int,
+    inverse_exp2_int,
+)
+from hf_deltamatch.kernels.launch import SOFT_CAST
+
+TILE = 128
+PROGRAM = {"num_warps": 8}
+"""Launch options of the quantisers."""
+OUTER_ALIGN = 16
+"""torch's scaled GEMM takes multiples of 16."""
+
+VECTOR, TILE_128, ROW, MX = "1x128", "128x128", "row", "1x32"
+"""Which elements of ``[outer, contracted]`` share a descale."""
+
+
+class Operand(NamedTuple):
+    """One side of a GEMM that contracts the last axis of both, in FP8.
+
+    ``payload [outer padded to 16, contracted padded to 128]``. ``descale`` FP32, by ``block``:
+    ``1x128`` and ``1x32`` ``[blocks, outer padded]``; ``128x128`` ``[outer blocks, contracted blocks
+    padded to 4]``; ``row`` ``[outer padded]``. ``outer`` and ``contracted`` are the true sizes.
+    """
+
+    payload: Tensor
+    descale: Tensor
+    block: str
+    outer: int
+    contracted: int
+
+
+def padded(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def descale_shape(block: str, outer: int, contracted: int) -> tuple[int, ...]:
+    """Shape of :attr:`Operand.descale`."""
+    if block == ROW:
+        return (padded(outer, OUTER_ALIGN),)
+    if block == TILE_128:
+        return (-(-outer // TILE), padded(-(-contracted // TILE), 4))
+    return (padded(contracted, TILE) // group_of(block), padded(outer, OUTER_ALIGN))
+
+
+def payload_shape(outer: int, contracted: int) -> tuple[int, int]:
+    return padded(outer, OUTER_ALIGN), padded(contracted, TILE)
+
+
+def group_of(block: str) -> int:
+    return MX_BLOCK if block == MX else TILE
+
+
+@triton.jit
+def _over_largest(amax, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """``amax`` over the largest value of the format, rounded to nearest as IEEE divides (a quarter
+    of the instructions; checked for every significand)."""
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    largest = tl.zeros_like(amax) + LARGEST
+    if SOFT_CAST:  # the interpreter's fma rounds twice
+        return tl.div_rn(amax, largest)
+    else:
+        INVERSE: tl.constexpr = 1.0 / LARGEST
+        inverse = tl.zeros_like(amax) + INVERSE
+        quotient = amax * inverse
+        return tl.fma(tl.fma(-quotient, largest, amax), inverse, quotient)
+
+
+@triton.jit
+def _reciprocal(x, SOFT_CAST: tl.constexpr):
+    """``1 / x`` of a normal number in [2⁻¹²⁶, 2¹²⁵), rounded to nearest as IEEE divides."""
+    one = tl.zeros_like(x) + 1.0
+    if SOFT_CAST:
+        return tl.div_rn(one, x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        y = tl.fma(tl.fma(-x, y, one), y, y)
+        # The step rounds right from any approximation within a unit, but for this significand.
+        bits = x.to(tl.int32, bitcast=True)
+        special = (((253 - (bits >> 23)) << 23) | 1).to(tl.float32, bitcast=True)
+        return tl.where((bits & 0x7FFFFF) == 0x7FFFFF, special, y)
+
+
+@triton.jit
+def _scales(top, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """Descale and factor of blocks whose largest magnitude has the bits ``top``.
+
+    As integers, magnitudes sort like numbers and NaN comes last. A block that is not finite has
+    descale NaN; its factor is 0 and that of no other block is.
+    """
+    bad = top >= 0x7F800000
+    top = tl.where(bad, 0, top)
+    amax = top.to(tl.float32, bitcast=True)
+    if POW2:
+        e = biased_exponent(amax, 15 if E5M2 else 8)
+        descale = exp2_int(e)
+        factor = inverse_exp2_int(e)
+    else:
+        descale = tl.maximum(_over_largest(amax, E5M2, SOFT_CAST), 1.1754943508222875e-38)
+        descale = tl.where(top == 0, 1.0, descale)
+        factor = _reciprocal(descale, SOFT_CAST)
+    return tl.where(bad, float("nan"), descale), tl.where(bad, 0.0, factor)
+
+
+@triton.jit
+def _scaled(x, factor):
+    """``x · factor``, 0 in a block that is not finite (there ``x`` may be NaN)."""
+    return tl.where(factor == 0.0, 0.0, x * factor)
+
+
+@triton.jit
+def _magnitude(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _load_rows(x_ptr, first, first_column, j: tl.constexpr, R, C, stride_r, stride_c):
+    """Rows ``first + 4i + j`` of a tile, FP32 ``[32, 128]``: four of them make one word each of the
+    transposed payload without leaving a thread."""
+    r = first + 4 * tl.arange(0, 32) + j
+    c = first_column + tl.arange(0, 128)
+    at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write_rows(
+    x, payload_ptr, descale_ptr, amax_ptr, tile_factor, first, column_tile, j: tl.constexpr,
+    outer, column_tiles,
+    BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One in four rows of a tile to ``rows``; ``outer`` is their padded number."""
+    r = first + 4 * tl.arange(0, 32) + j
+    live = r < outer
+    if BLOCK == "128x128":
+        y = _scaled(x, tile_factor)
+    elif BLOCK == "1x32":
+        top = tl.max(tl.reshape(_magnitude(x), [32, 4, 32]), 2)
+        descale, factor = _scales(top, E5M2, POW2, SOFT_CAST)
+        y = tl.reshape(_scaled(tl.reshape(x, [32, 4, 32]), factor[:, :, None]), [32, 128])
+        block = column_tile * 4 + tl.arange(0, 4)
+        at = block.to(tl.int64)[None, :] * outer + r[:, None]
+        tl.store(descale_ptr + at, descale, mask=live[:, None])
+    elif BLOCK == "row":
+        descale, factor = _scales(tl.load(amax_ptr + r, mask=live, other=0), E5M2, POW2, SOFT_CAST)
+        y = _scaled(x, factor[:, None])
+        if column_tile == 0:
+            tl.store(descale_ptr + r, descale, mask=live)
+    else:
+        descale, factor = _scales(tl.max(_magnitude(x), 1), E5M2, POW2, SOFT_CAST)
+        y = _scaled(x, factor[:, None])
+        tl.store(descale_ptr + column_tile.to(tl.int64) * outer + r, descale, mask=live)
+    at = r.to(tl.int64)[:, None] * (column_tiles * 128) + column_tile * 128
+    tl.store(
+        payload_ptr + at + tl.arange(0, 128)[None, :],
+        cast_fp8(y, E5M2, SOFT_CAST),
+        mask=live[:, None],
+    )
+
+
+@triton.jit
+def _column_factors(
+    top, descale_ptr, amax_ptr, row_tile, first_column, outer,
+    BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """Factors of the columns of a tile, ``[1 or 32, 128]``; stores their descales."""
+    c = first_column + tl.arange(0, 128)
+    live = c < outer
+    if BLOCK == "row":
+        descale, factor = _scales(tl.load(amax_ptr + c, mask=live, other=0), E5M2, POW2, SOFT_CAST)
+        if row_tile == 0:
+            tl.store(descale_ptr + c, descale, mask=live)
+        return factor[None, :]
+    if BLOCK == "1x32":
+        descale, factor = _scales(tl.max(tl.reshape(top, [4, 8, 128]), 1), E5M2, POW2, SOFT_CAST)
+        at = (row_tile * 4 + tl.arange(0, 4)).to(tl.int64)[:, None] * outer + c[None, :]
+        tl.store(descale_ptr + at, descale, mask=live[None, :])
+        factor = tl.broadcast_to(factor[:, None, :], [4, 8, 128])
+        return tl.reshape(factor, [32, 128])
+    else:
+        descale, factor = _scales(tl.max(top, 0), E5M2, POW2, SOFT_CAST)
+        tl.store(descale_ptr + row_tile.to(tl.int64) * outer + c, descale, mask=live)
+        return factor[None, :]
+
+
+@triton.jit(do_not_specialize=["R", "row_tiles"])
+def _quantize_matrix_kernel(
+    x_ptr, rows_ptr, rows_descale_ptr, rows_amax_ptr, columns_ptr, columns_descale_ptr,
+    columns_amax_ptr, R, C: tl.int32, row_tiles, column_tiles, stride_r, stride_c,
+    BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``x [R, C]`` to ``rows``, ``columns`` or both (None: not asked for)."""
+    # C has a type, so that Triton knows it as a multiple of 16 but never as 1: then most columns
+    # are zeros to the compiler, and where both halves of a word are one conversion ptxas 12.8 joins
+    # them with a register that nothing wrote.
+    ROWS: tl.constexpr = rows_ptr is not None
+    COLUMNS: tl.constexpr = columns_ptr is not None
+    if ROWS:
+        E5M2: tl.constexpr = rows_ptr.dtype.element_ty == tl.float8e5
+    else:
+        E5M2: tl.constexpr = columns_ptr.dtype.element_ty == tl.float8e5
+    pid = tl.program_id(0)
+    row_tile = pid // column_tiles
+    column_tile = pid % column_tiles
+    first = row_tile * 128
+    first_column = column_tile * 128
+    # Read once from memory: a second look, which finds the tile in L1, takes fewer registers than
+    # keeping it does, and so leaves room for a second program.
+    top = tl.zeros([32, 128], tl.int32)
+    factor = 0.0
+    if BLOCK == "128x128":
+        for j in tl.static_range(4):
+            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
+            top = tl.maximum(top, _magnitude(x))
+        descale, factor = _scales(tl.max(tl.max(top, 1), 0), E5M2, POW2, SOFT_CAST)
+        if ROWS:
+            row = (column_tiles + 3) // 4 * 4
+            tl.store(rows_descale_ptr + row_tile * row + column_tile, descale)
+        if COLUMNS:
+            row = (row_tiles + 3) // 4 * 4
+            tl.store(columns_descale_ptr + column_tile * row + row_tile, descale)
+    if ROWS:
+        outer = (R + 15) // 16 * 16
+        for j in tl.static_range(4):
+            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
+            _write_rows(
+                x, rows_ptr, rows_descale_ptr, rows_amax_ptr, factor, first, column_tile, j, outer,
+                column_tiles, BLOCK, E5M2, POW2, SOFT_CAST,
+            )  # fmt: skip
+            if COLUMNS:
+                top = tl.maximum(top, _magnitude(x))
+    elif COLUMNS and BLOCK != "128x128":
+        for j in tl.static_range(4):
+            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
+            top = tl.maximum(top, _magnitude(x))
+    if COLUMNS:
+        outer_c = (C + 15) // 16 * 16
+        if BLOCK != "128x128":
+            factor = _column_factors(
+                top, columns_descale_ptr, columns_amax_ptr, row_tile, first_column, outer_c, BLOCK,
+                E5M2, POW2, SOFT_CAST,
+            )  # fmt: skip
+        x0 = _load_rows(x_ptr, first, first_column, 0, R, C, stride_r, stride_c)
+        x1 = _load_rows(x_ptr, first, first_column, 1, R, C, stride_r, stride_c)
+        x2 = _load_rows(x_ptr, first, first_column, 2, R, C, stride_r, stride_c)
+        x3 = _load_rows(x_ptr, first, first_column, 3, R, C, stride_r, stride_c)
+        words = cast_fp8_words(
+            _scaled(x0, factor), _scaled(x1, factor), _scaled(x2, factor), _scaled(x3, factor),
+            E5M2, SOFT_CAST,
+        )  # fmt: skip
+        c = first_column + tl.arange(0, 128)
+        at = c.to(tl.int64)[:, None] * (row_tiles * 32) + row_tile * 32 + tl.arange(0, 32)[None, :]
+        out = columns_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(out + at, tl.trans(words), mask=(c < outer_c)[:, None])
+
+
+@triton.jit(do_not_specialize=["R"])
+def _tile_amax_kernel(
+    x_ptr, rows_ptr, columns_ptr, R, C, column_tiles, stride_r, stride_c,
+):  # fmt: skip
+    """Bits of the largest magnitude of each row, ``[column_tiles, R padded]``, and of each column,
+    ``[row_tiles, C padded]``, of each tile."""
+    pid = tl.program_id(0)
+    row_tile = pid // column_tiles
+    column_tile = pid % column_tiles
+    outer = (R + 15) // 16 * 16
+    outer_c = (C + 15) // 16 * 16
+    top = tl.zeros([32, 128], tl.int32)
+    for j in tl.static_range(4):
+        m = _magnitude(
+            _load_rows(x_ptr, row_tile * 128, column_tile * 128, j, R, C, stride_r, stride_c)
+        )
+        if rows_ptr is not None:
+            r = row_tile * 128 + 4 * tl.arange(0, 32) + j
+            at = column_tile.to(tl.int64) * outer + r
+            tl.store(rows_ptr + at, tl.max(m, 1), mask=r < outer)
+        top = tl.maximum(top, m)
+    if columns_ptr is not None:
+        c = column_tile * 128 + tl.arange(0, 128)
+        at = row_tile.to(tl.int64) * outer_c + c
+        tl.store(columns_ptr + at, tl.max(top, 0), mask=c < outer_c)
+
+
+def quantize_matrix(
+    x: Tensor,
+    block: str,
+    fmt: torch.dtype,
+    pow2: bool,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+) -> tuple[Operand | None, Operand | None]:
+    """``x [R, C]`` (FP32, BF16, FP16; any strides) as ``rows``, contracting C, and ``columns``,
+    contracting R; None for one not asked for. ``x`` is read once, twice with block ``row``."""
+    R, C = x.shape
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        # Its transpose is what lies in rows: the same kernel, with the two outputs exchanged.
+        b, a = quantize_matrix(x.t(), block, fmt, pow2, rows=columns, columns=rows)
+        return a, b
+    a = _empty(x, block, fmt, R, C) if rows else None
+    b = _empty(x, block, fmt, C, R) if columns else None
+    row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
+    grid = (row_tiles * column_tiles,)
+    if grid[0] == 0 or not (rows or columns):
+        return a, b
+    tops = [None, None]
+    if block == ROW:
+        parts = [
+            torch.empty(tiles, o.payload.shape[0], dtype=torch.int32, device=x.device)
+            if o is not None
+            else None
+            for o, tiles in ((a, column_tiles), (b, row_tiles))
+        ]
+        _tile_amax_kernel[grid](x, *parts, R, C, column_tiles, *x.stride(), **PROGRAM)
+        tops = [None if p is None else p.amax(0) for p in parts]
+    _quantize_matrix_kernel[grid](
+        x,
+        *((None, None) if a is None else (a.payload, a.descale)), tops[0],
+        *((None, None) if b is None else (b.payload, b.descale)), tops[1],
+        R, C, row_tiles, column_tiles, *x.stride(),
+        BLOCK=block, POW2=pow2, SOFT_CAST=SOFT_CAST, **PROGRAM,
+    )  # fmt: skip
+    return a, b
+
+
+def _empty(x: Tensor, block: str, fmt: torch.dtype, outer: int, contracted: int) -> Operand:
+    payload = torch.empty(payload_shape(outer, contracted), dtype=fmt, device=x.device)
+    shape = descale_shape(block, outer, contracted)
+    # Blocks that only pad are not written; 0 rows or columns leave all of them so.
+    make = torch.ones if block == TILE_128 or 0 in (outer, contracted) else torch.empty
+    return Operand(
+        payload, make(shape, dtype=torch.float32, device=x.device), block, outer, contracted
+    )
+
+
+def dequantize(x: Operand, dtype: torch.dtype) -> Tensor:
+    """``[outer, contracted]`` in ``dtype``: exact in BF16 for power-of-two descales (down to 2⁻¹³³),
+    in FP32 always. A block that was not finite is NaN."""
+    outer, contracted = x.payload.shape
+    value = x.payload.to(dtype)
+    if x.block == ROW:
+        scale = x.descale[:, None]
+    elif x.block == TILE_128:
+        scale = x.descale.repeat_interleave(TILE, 0)[:outer].repeat_interleave(TILE, 1)
+        scale = scale[:, :contracted]
+    else:
+        scale = x.descale.t().repeat_interleave(group_of(x.block), 1)
+    return (value * scale.to(dtype))[: x.outer, : x.contracted]
