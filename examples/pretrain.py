@@ -196,11 +196,15 @@ def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> Non
 
 def newest(o: Options) -> Path | None:
     """The checkpoint to go on from."""
-    if o.resume == "never":
-        return None
-    if o.resume != "auto":
-        return Path(o.resume)
     found = tr.checkpoints(Path(o.output))
+    if o.resume == "never" and found:
+        # Later ones of another run would be the newest the next time.
+        raise tr.CheckpointError(
+            f"{found[-1]}: is there already, and `resume` is 'never'. Remove it, or choose another "
+            "output folder."
+        )
+    if o.resume not in ("auto", "never"):
+        return Path(o.resume)
     return found[-1] if found else None
 
 
@@ -213,7 +217,7 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
         t.resume(start)
         log(f"going on after step {t.step} from {start}")
     if o.tracker != "none":
-        accelerator.init_trackers("tracker")
+        accelerator.init_trackers(output.name)
     metrics = MetricsFile(output / "metrics.jsonl", t.step) if accelerator.is_main_process else None
     shown = accelerator.is_main_process
     bar = tqdm(total=o.steps, initial=t.step, unit="step", dynamic_ncols=True, disable=not shown)
