@@ -1,6 +1,6 @@
 """Train a causal language model from scratch in FP8, one Accelerate loop.
 
-    python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml          # CPU, a minute
+    python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml          # CPU, minutes
     python examples/pretrain.py --config examples/configs/pretrain_125m.yaml          # one GPU
     accelerate launch --multi_gpu --num_processes 2 examples/pretrain.py --config …   # DDP
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \\
