@@ -229,7 +229,8 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
         if now % o.log_every == 0 or end or more:
             more |= t.meter.read()
         if held_out is not None and (now % o.eval_every == 0 or end):
-            more["eval_loss"] = t.evaluate()
+            with t.meter.paused():
+                more["eval_loss"] = t.evaluate()
         bar.update()
         if more:
             numbers |= more
@@ -238,7 +239,8 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
             if metrics is not None:
                 metrics.add(now, numbers)
         if now % o.save_every == 0 or end:
-            t.save(output)
+            with t.meter.paused():
+                t.save(output)
     bar.close()
     finish(t, tokenizer, numbers)
     return numbers

@@ -78,7 +78,12 @@ def test_meter(monkeypatch) -> None:
     meter.add(200)
     now[0] = 12.0
     assert meter.read() == {"tokens_per_second": 250.0, "mfu": 0.25}
-    now[0] = 13.0
+    with meter.paused():
+        now[0] = 22.0
+    meter.add(50)
+    now[0] = 22.5
+    assert meter.read()["tokens_per_second"] == 100.0
+    now[0] = 23.0
     assert meter.read()["tokens_per_second"] == 0.0
     assert "mfu" not in Meter(1e6, peak_flops(CPU)).read()
 
