@@ -1,6 +1,6 @@
 """Train a causal language model from scratch in FP8, one Accelerate loop.
 
-    python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml          # CPU, a minute
+    python examples/pretrain.py --config examples/configs/pretrain_tiny.yaml          # CPU, minutes
     python examples/pretrain.py --config examples/configs/pretrain_125m.yaml          # one GPU
     accelerate launch --multi_gpu --num_processes 2 examples/pretrain.py --config …   # DDP
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \\
@@ -196,11 +196,15 @@ def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> Non
 
 def newest(o: Options) -> Path | None:
     """The checkpoint to go on from."""
-    if o.resume == "never":
-        return None
-    if o.resume != "auto":
-        return Path(o.resume)
     found = tr.checkpoints(Path(o.output))
+    if o.resume == "never" and found:
+        # Later ones of another run would be the newest the next time.
+        raise tr.CheckpointError(
+            f"{found[-1]}: is there already, and `resume` is 'never'. Remove it, or choose another "
+            "output folder."
+        )
+    if o.resume not in ("auto", "never"):
+        return Path(o.resume)
     return found[-1] if found else None
 
 
@@ -213,7 +217,7 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
         t.resume(start)
         log(f"going on after step {t.step} from {start}")
     if o.tracker != "none":
-        accelerator.init_trackers("tracker")
+        accelerator.init_trackers(output.name)
     metrics = MetricsFile(output / "metrics.jsonl", t.step) if accelerator.is_main_process else None
     shown = accelerator.is_main_process
     bar = tqdm(total=o.steps, initial=t.step, unit="step", dynamic_ncols=True, disable=not shown)
@@ -225,7 +229,8 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
         if now % o.log_every == 0 or end or more:
             more |= t.meter.read()
         if held_out is not None and (now % o.eval_every == 0 or end):
-            more["eval_loss"] = t.evaluate()
+            with t.meter.paused():
+                more["eval_loss"] = t.evaluate()
         bar.update()
         if more:
             numbers |= more
@@ -234,7 +239,8 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
             if metrics is not None:
                 metrics.add(now, numbers)
         if now % o.save_every == 0 or end:
-            t.save(output)
+            with t.meter.paused():
+                t.save(output)
     bar.close()
     finish(t, tokenizer, numbers)
     return numbers

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ sys.path.insert(0, str(EXAMPLES))
 import pretrain  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_models import COMMON, one_thread  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -47,6 +49,15 @@ CONFIG = {
     "tracker": "none",
 }
 CLOCK = {"tokens_per_second", "mfu"}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch) -> Iterator[None]:
+    """Also on a machine with a GPU, and after tests that used it."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +102,6 @@ def in_new_process(
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *launcher] if launcher else [sys.executable, "-c"]
@@ -186,6 +196,26 @@ def test_damaged_and_foreign_checkpoints_are_refused(config, tmp_path: Path) -> 
         pretrain.main(arguments)
     with pytest.raises(SystemExit, match="manifest.json: missing"):
         pretrain.main([*arguments, "--resume", str(tmp_path)])
+
+
+def test_a_folder_that_is_taken(config, tmp_path: Path) -> None:
+    arguments = config(arm="mp", steps=2)
+    pretrain.main([*arguments, "--resume", "never"])
+    with pytest.raises(SystemExit, match="checkpoint-00000002: is there already"):
+        pretrain.main([*arguments, "--resume", "never"])
+
+
+@pytest.mark.gpu
+def test_killed_and_resumed_on_a_gpu(config, tmp_path: Path, monkeypatch) -> None:
+    """FP8 kernels under BF16 autocast: bitwise as well."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    model = {**CONFIG["model"], "hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    options = {"arm": "dm", "model": model}
+    code = "import sys, pretrain; pretrain.main(sys.argv[1:])"
+    for name, how in (("whole", (code,)), ("killed", (KILLED, "step")), ("killed", (code,))):
+        done = in_new_process(*how, *config(name, **options))
+        assert done.returncode == (-9 if how[0] is KILLED else 0), done.stderr[-3000:]
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_steps_that_are_not_finite(config, tmp_path: Path, monkeypatch) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiny_models import batch, build, one_thread  # noqa: F401
+from tiny_models import batch, build, one_thread, use  # noqa: F401
 
+from hf_deltamatch.diagnostics import Monitor
 from hf_deltamatch.testing import assert_close
 from hf_deltamatch.training import build_optimizers
 from hf_deltamatch.training import state as st
@@ -72,7 +73,30 @@ def sharded(folder: Path) -> None:
             for name, entry in a["state"].items():
                 for key, value in entry.items():
                     assert torch.equal(b["state"][name][key], value), (name, key)
+    monitored(rank)
     torch.distributed.destroy_process_group()
+
+
+def monitored(rank: int) -> None:
+    """One process looks, both take part: its gradients are the other's, and the numbers are there."""
+    from torch.distributed.fsdp import fully_shard
+
+    grads = []
+    for looks in (False, True):
+        model = use(build("llama")).train()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        monitor = Monitor(1 if looks and rank == 0 else 0)
+        with monitor.step(0):
+            ids = batch(2, 32)[rank : rank + 1]
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+    found = monitor.pop()
+    assert (found != {}) == (rank == 0)
+    if found:
+        assert found["attention/row_sum_residual/layer_01"] < 1e-6
 
 
 def test_fsdp2_of_two_is_one_and_moves_to_one(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ class Options:
     tracker: str = aside("tensorboard")
     """A tracker that Accelerate knows, or ``none``."""
     resume: str = aside("auto")
-    """``auto`` (the newest checkpoint in ``output``), ``never``, or a checkpoint's folder."""
+    """``auto`` (the newest checkpoint in ``output``), ``never`` (an ``output`` that has some is
+    refused), or a checkpoint's folder."""
     peak_flops: float | None = aside(None)
     """Of one device, for MFU; default: a table by its name."""
     output: str = aside("runs/pretrain")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -65,6 +67,13 @@ class Meter:
 
     def add(self, tokens: int) -> None:
         self.tokens += tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside, of an evaluation or a checkpoint, does not count."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def read(self) -> dict[str, float]:
         """Rates since the last look; ``mfu`` only where the peak is known."""
