@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from hf_deltamatch.benchmarks import command as bench
+from hf_deltamatch.study import command as study
+from hf_deltamatch.training import plot
 
 EPILOG = """\
 examples:
@@ -19,6 +21,8 @@ examples:
   hf-deltamatch bench attention --json attention.json
   hf-deltamatch bench linear --shape 16384,4096,14336 --recipe blockwise
   hf-deltamatch bench step --layers 8 --json step.json
+  hf-deltamatch study examples/configs/study_table.yaml --output runs/table
+  hf-deltamatch plot runs/pretrain_tiny
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -60,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
+        run["study"] = study.run_command
+        run["plot"] = plot.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -101,69 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the table to this file"
     )
-    bench = commands.add_parser(
-        "bench",
-        help="our kernels beside BF16 and FP8 of others, on a CUDA device",
-        description="Times as a training step sees them (many calls queued), and of one call; every "
-        "row is checked first. Exit status 2 if one of ours fails its check.",
-    )
-    benches = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
-    attention = benches.add_parser("attention", help="attention, forward and backward")
-    attention.add_argument(
-        "--shape",
-        action="append",
-        metavar="B,Hq,Hkv,T,D,MASK",
-        help="MASK is causal, full or windowN, as in 1,16,16,32768,128,window128; may be repeated "
-        "(default: the shapes of examples/benchmarks)",
-    )
-    attention.add_argument(
-        "--recipe",
-        action="append",
-        metavar="'NAME [BLOCK]'",
-        help="may be repeated (default: delta_matching; for the first shape also "
-        "'delta_matching 1xD' and stale_delta)",
-    )
-    linear = benches.add_parser("linear", help="linear layers, forward and both gradients")
-    linear.add_argument(
-        "--shape",
-        action="append",
-        metavar="TOKENS,IN,OUT",
-        help="as in 16384,4096,14336; may be repeated (default: three shapes of a model of 8B)",
-    )
-    linear.add_argument(
-        "--recipe",
-        action="append",
-        metavar="'NAME [compiled]'",
-        help="may be repeated (default: blockwise, 'blockwise compiled', rowwise, mx)",
-    )
-    step = benches.add_parser("step", help="training steps of a Llama: forward, backward, AdamW")
-    for flag, default, what in (
-        ("--layers", 20, "layers"),
-        ("--hidden", 2048, "width; a multiple of 256, the feed-forward has four of it"),
-        ("--tokens", 8192, "tokens of the one sequence"),
-    ):
-        step.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
-    step.add_argument(
-        "--arm",
-        action="append",
-        metavar="NAME",
-        help="fp8, fp8-attention or fp8-linears; may be repeated (default: fp8), beside bf16",
-    )
-    step.add_argument(
-        "--weights",
-        default="bf16",
-        help="bf16: weights and optimiser state too; fp32: those in FP32, autocast to BF16 "
-        "(default: %(default)s)",
-    )
-    for one in (attention, linear, step):
-        one.add_argument(
-            "--json",
-            type=Path,
-            metavar="FILE",
-            help="also write the times to this file, as they come",
-        )
+    bench.add_parser(commands)
+    study.add_parser(commands)
+    plot.add_parser(commands)
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser
@@ -275,52 +221,10 @@ def _write_json(path: Path | None, result: dict) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     _check_json(args.json)
-    try:
-        from hf_deltamatch.benchmarks import tables
-    except ImportError as error:
-        raise ValueError(f"the kernels need Triton ({error}).") from error
-    report = {
-        "progress": lambda text: print(text, flush=True),
-        "keep": lambda result: _write_json(args.json, result),
-    }
-    try:
-        result = BENCHES[args.what](args, report)
-    except tables.BenchError as error:
-        return _failed("bench", error)
-    failed = tables.failures(result)
+    failed = bench.run_command(args, keep=lambda result: _write_json(args.json, result))
     for text in failed:
         _failed("bench", RuntimeError(text))
     return 2 if failed else 0
-
-
-def _bench_attention(args: argparse.Namespace, report: dict) -> dict:
-    from hf_deltamatch.benchmarks import attention, shapes
-
-    chosen = _parsed(args.shape, shapes.parse_shape)
-    _parsed(args.recipe, shapes.parse_recipe)
-    return attention.bench_attention(chosen, args.recipe and tuple(args.recipe), **report)
-
-
-def _bench_linear(args: argparse.Namespace, report: dict) -> dict:
-    from hf_deltamatch.benchmarks import linear, linear_shapes
-
-    chosen = _parsed(args.shape, linear_shapes.parse_linear_shape)
-    _parsed(args.recipe, linear_shapes.parse_linear_recipe)
-    return linear.bench_linear(chosen, args.recipe and tuple(args.recipe), **report)
-
-
-def _bench_step(args: argparse.Namespace, report: dict) -> dict:
-    from hf_deltamatch.benchmarks import step
-
-    size = step.Size(args.layers, args.hidden, args.tokens)
-    return step.bench_step(size, args.arm, args.weights, **report)
-
-
-BENCHES = {"attention": _bench_attention, "linear": _bench_linear, "step": _bench_step}
-
-
-def _parsed(texts: list[str] | None, parse: Callable[[str], Any]) -> tuple | None:
-    return None if texts is None else tuple(parse(text) for text in texts)
 
 
 def _eval(argv: list[str]) -> int:
