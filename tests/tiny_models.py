@@ -116,6 +116,7 @@ FAMILIES: dict[str, tuple[dict, int]] = {
 
 # Families that only some tests name: chunked, sparse and linear attention, and code without the interface.
 OTHERS: dict[str, dict] = {
+    "qwen3_moe": {**MOE, "moe_intermediate_size": 32},
     "llama4_text": {
         "num_local_experts": 2,
         "intermediate_size_mlp": 96,
