@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_hf_experts import EVERY_FAMILY, MIXTURES, experts_of, only_experts, routed
 from tiny_models import (
+    NEWEST,
     batch,
     build,
     one_thread,  # noqa: F401
@@ -164,6 +165,7 @@ def test_experts_copies(how: str) -> None:
     assert recipes(model) == {names[0]: "mx"}
 
 
+@pytest.mark.skipif(not NEWEST, reason="Transformers 5.4 takes no names but its own")
 def test_experts_by_name() -> None:
     """Transformers' own switch runs every mixture with the default recipe; swapping then narrows."""
     model = build("mixtral")

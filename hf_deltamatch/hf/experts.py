@@ -18,7 +18,8 @@ from hf_deltamatch.recipes import LinearRecipe
 
 EXPERTS_IMPLEMENTATION = "fp8_delta_matching"
 """Name in the experts interface: ``from_pretrained(…, experts_implementation=…)`` runs every mixture
-of a model with the default recipe; ``swap_linears`` and ``DeltaMatchConfig`` choose by module."""
+of a model with the default recipe (Transformers 5.4 takes no names but its own there);
+``swap_linears`` and ``DeltaMatchConfig`` choose by module."""
 
 PLAIN_IMPLEMENTATION = "grouped_mm"
 """What Transformers would run by itself where it can choose."""
