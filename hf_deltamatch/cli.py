@@ -8,6 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+from hf_deltamatch.study import command as study
+from hf_deltamatch.training import plot
+
 EPILOG = """\
 examples:
   hf-deltamatch env
@@ -15,6 +18,8 @@ examples:
   hf-deltamatch recipe delta_matching --block 1xD --project-row-sum
   hf-deltamatch numerics --seeds 5 --json numerics.json
   hf-deltamatch bench attention --json attention.json
+  hf-deltamatch study examples/configs/study_table.yaml --output runs/table
+  hf-deltamatch plot runs/pretrain_tiny
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -56,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
+        run["study"] = study.run_command
+        run["plot"] = plot.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -124,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the times to this file, after every shape",
     )
+    study.add_parser(commands)
+    plot.add_parser(commands)
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser

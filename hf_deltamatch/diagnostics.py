@@ -1,4 +1,5 @@
-"""What a training run wants to see of the invariant: residuals and the calls that really ran.
+"""What a training run wants to see of the invariant: residuals, the calls that really ran, and a
+monitor that looks at single layers now and then.
 
 >>> with record_row_sum() as residual, count_calls() as calls:
 ...     model(**batch).loss.backward()
@@ -6,6 +7,7 @@
 >>> calls["attention_fwd"]  # one per attention layer
 """
 
+from hf_deltamatch.monitor import Monitor
 from hf_deltamatch.ops.observe import RowSumResidual, count_calls, record_row_sum
 
-__all__ = ["RowSumResidual", "count_calls", "record_row_sum"]
+__all__ = ["Monitor", "RowSumResidual", "count_calls", "record_row_sum"]

@@ -42,8 +42,8 @@ SIZES: list[tuple[str, Any]] = [
     (r"sliding_window(_size)?|attention_window_size|attention_chunk_size|window_size|local_attention|swa_window_size", 8),
     (r"max_position_embeddings|n_positions|max_target_positions|max_seq_len|n_ctx|context_length", 256),
     (r"mamba_n_heads|linear_num_value_heads|mamba_num_heads", 8),
-    (r"linear_num_key_heads", 4),
-    (r"mamba_d_head|linear_(key|value)_head_dim|mamba_head_dim|mamba_headdim", 16),
+    (r"linear_num_(key_)?heads", 4),
+    (r"mamba_d_head|linear_((key|value)_)?head_dim|mamba_head_dim|mamba_headdim", 16),
     (r"mamba_d_state|state_size|ssm_state_size|mamba_d_ssm", 16),
     (r"mamba_n_groups|mamba_ngroups|n_groups", 1),
     (r"(mamba_)?chunk_size|block_size", 8),
@@ -127,13 +127,25 @@ FAMILY: dict[str, dict[str, Any]] = {
     "musicgen": {"decoder": "MusicgenDecoderConfig", "num_codebooks": 1},
     "musicgen_melody": {"decoder": "MusicgenMelodyDecoderConfig", "num_codebooks": 1},
     "gemma4_assistant": {
-        "text_config": {"model_type": "gemma4_text", **_ASSISTANT},
+        "start": {"text_config": {"model_type": "gemma4_text", **_ASSISTANT}},
+        "text_config": {"drop": ["per_layer_config"], **_ASSISTANT},
         "backbone_hidden_size": 64,
     },
     "gemma4_unified_assistant": {
-        "text_config": {"model_type": "gemma4_unified_text", **_ASSISTANT},
+        "start": {"text_config": {"model_type": "gemma4_unified_text", **_ASSISTANT}},
+        "text_config": {"drop": ["per_layer_config"], **_ASSISTANT},
         "backbone_hidden_size": 64,
     },
+    "dots3_note": {"text_config": {"drop": ["per_layer_config"]}},
+    "dots3_note_text": {"drop": ["per_layer_config"]},
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "drop": ["layer_types"],
+    },
+    "moss_transcribe_diarize": {"audio_config": {"num_hidden_layers": 2, "encoder_layers": 2}},
 }
 
 

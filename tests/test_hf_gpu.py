@@ -1,7 +1,7 @@
 """The contract with Transformers on a CUDA device, attention through the kernels.
 
 The other `test_hf_*` modules run the reference on a CPU. Here the same helpers build the same models on
-the device. Linears have no kernel yet and stay high precision. Everything but the compiler's code can
+the device; linears are plain (see `test_linear_gpu`). Everything but the compiler's code can
 be tried in the interpreter: `pytest -m gpu tests/test_hf_gpu.py --interpret-gpu`.
 """
 

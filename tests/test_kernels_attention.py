@@ -205,3 +205,48 @@ def test_sinks_of_any_stride(block: str) -> None:
             fwd, bwd = through_kernels(make_call(shape, sinks=given, fields=dict(block=block)))
             results.append((fwd.o, fwd.lse, *bwd[:5]))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
+def test_a_soft_cap_too_large_to_bend(block: str) -> None:
+    """tanh(x) is x there, and what is left of an absolute error of 1e-7 is multiplied by the cap."""
+    if block == "mx" and not ON_GPU and not package.interprets_scaled_products():
+        pytest.skip("needs tl.dot_scaled")
+    options = dict(fields=dict(block=block), is_causal=False)
+    shape = S._replace(Tq=20, Tk=20, D=32, Dv=32)
+    plain_fwd, plain_bwd = through_kernels(make_call(shape, **options))
+    for softcap in (501.0, 1e5, 1e30):
+        fwd, bwd = through_kernels(make_call(shape, softcap=softcap, **options))
+        bound = 1e-3 if softcap < 1e5 else 1e-6  # 501 bends a logit of 4 by 8e-5
+        assert difference(fwd.lse, plain_fwd.lse) < bound
+        assert difference(fwd.o, plain_fwd.o) < max(bound, 1e-4)
+        for a, b in zip(bwd[:3], plain_bwd[:3], strict=True):
+            assert difference(a, b) < 1e-2  # casts that fall on the other side of a tie
+
+
+@pytest.mark.skipif(ON_GPU, reason="a failed assertion on a device is the end of the process")
+@pytest.mark.parametrize(
+    "ends", [[0, 30], [0, 60], [5, 40], [0, 30, 20, 40], [0, -5, 40], [0, 2**31 - 1, 40]], ids=str
+)
+def test_offsets_that_do_not_fit(ends: list[int]) -> None:
+    """Refused before anything is read or written by them, of q and of k."""
+    shape = S._replace(Tq=40, Tk=40, D=32, Dv=32)
+    fine = torch.tensor([0, *[40] * (len(ends) - 1)], dtype=torch.int32)
+    bad = torch.tensor(ends, dtype=torch.int32)
+    for q, k in ((bad, bad), (bad, fine), (fine, bad)):
+        call = make_call(shape, cu_seqlens=fine)
+        call.options.update(cu_seqlens_q=q, cu_seqlens_k=k)
+        with pytest.raises(RuntimeError, match="`cu_seqlens` must rise from 0 .* 40 for q and 40"):
+            through_kernels(call)
+
+
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_values_near_the_end_of_fp32(block: str) -> None:
+    """The output is a mean of values, so it fits where they do; and near the other end."""
+    call = make_call(S._replace(Tq=40, Tk=40, D=32, Dv=32), fields=dict(block=block))
+    o = through_kernels(call)[0].o
+    for factor in (2.0**118, 2.0**-110):
+        scaled = call._replace(v=call.v * factor, do=call.do / factor)
+        fwd, bwd = through_kernels(scaled)
+        assert fwd.o.isfinite().all() and difference(fwd.o / factor, o) < 1e-5
+        assert all(x.isfinite().all() for x in bwd[:3])

@@ -44,6 +44,16 @@ def test_attention_takes_tensors(name: str, given: object) -> None:
     assert f"`{name}` is a {type(given).__name__}" in message and "torch.Tensor" in message
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "sinks"])
+def test_attention_takes_dense_tensors(name: str) -> None:
+    dense = QKV.get(name, torch.zeros(4) if name == "sinks" else torch.ones(6, 6).bool())
+    message = refusal(TypeError, delta_matching_attention, **{**QKV, name: dense.to_sparse()})
+    assert f"`{name}` is torch.sparse_coo" in message and "to_dense" in message
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)])
+    message = refusal(TypeError, delta_matching_attention, **{**QKV, name: nested})
+    assert f"`{name}` is a nested tensor" in message and "to_padded_tensor" in message
+
+
 @pytest.mark.parametrize("given", [[[1.0]], None, np.zeros((48, 64))], ids=repr)
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])
 def test_linear_takes_tensors(name: str, given: object) -> None:
@@ -107,6 +117,8 @@ def test_attention_devices(name: str, given: object) -> None:
         ("softcap", float("inf"), ValueError, ["inf", "finite"]),
         ("softcap", "x", TypeError, ["'x' (str)", "finite number"]),
         ("softcap", -1, ValueError, ["-1", "positive"]),
+        ("softcap", 1e31, ValueError, ["1e+31", "between 1e-30 and 1e30", "None for none"]),
+        ("softcap", 1e-300, ValueError, ["1e-300", "between 1e-30 and 1e30"]),
         ("is_causal", 1, TypeError, ["1 (int)", "True or False"]),
         ("is_causal", None, TypeError, ["None", "True or False"]),
         ("is_causal", "no", TypeError, ["'no' (str)", "True or False"]),

@@ -109,6 +109,8 @@ def test_explain_by_capability(monkeypatch) -> None:
         ({}, dict(softmax_scale=-1.0), "positive"),
         ({}, dict(head_dims=(64, 512)), "above 256"),
         ({}, dict(masked_packing=True), "one of them"),
+        ({}, dict(heads=65536), "65536 batches × query heads are above 65535; split"),
+        ({}, dict(heads=2**14, tokens=2**17), "16384 batches × query heads of 131072 tokens"),
     ],
     ids=lambda x: str(x) if isinstance(x, str) else None,
 )
@@ -306,3 +308,12 @@ def test_ops_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch)
     q = torch.zeros(1, 1, 4, 8, requires_grad=True)
     delta_matching_attention(q, q, q).sum().backward()
     assert entered == [torch.device("cuda", 1), None] * 2
+
+
+def test_more_heads_than_a_grid_has() -> None:
+    """Said by the op, before CUDA calls it an invalid argument."""
+    if kernels.missing("attention", CPU):
+        pytest.skip("needs Triton's interpreter")
+    q = torch.zeros(65536, 1, 1, 8)
+    with pytest.raises(NotImplementedError, match="above 65535; split the batch.*reference"):
+        delta_matching_attention(q, q, q, backend="triton")

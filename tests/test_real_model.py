@@ -83,10 +83,7 @@ def test_fp8_attention_answers_and_keeps_the_perplexity(pages, tokenizer, sdpa) 
 
 
 def test_fp8_attention_and_linears_keep_the_perplexity(pages, sdpa) -> None:
-    config = hf_deltamatch.DeltaMatchConfig()
-    if ON_GPU:  # linears have no kernel; the backend of a config is that of both
-        config = hf_deltamatch.DeltaMatchConfig(backend="reference")
-    model = load(quantization_config=config)
+    model = load(quantization_config=hf_deltamatch.DeltaMatchConfig())
     with count_calls() as calls:
         ours = perplexity(model, pages)
     assert calls["linear_fwd"] == PAGES * model.config.num_hidden_layers * 7

@@ -18,6 +18,7 @@ IGNORED = frozenset(
         "position_ids",  # already in the rotary embedding and, for packing, in the mask
         "cache_position",
         "use_cache",
+        "user_cache",  # the same, as Nemotron-H of Transformers 5.4 spells it
         "output_attentions",  # weights are never formed; the result is None, as with SDPA
         "output_hidden_states",
         "output_router_logits",

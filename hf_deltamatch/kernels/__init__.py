@@ -37,6 +37,9 @@ NO_BOOLEAN_MASK = ((10, 0), (10, 3))
 """Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these, except that of
 ``mx``."""
 
+MOST_HEADS = 65535
+"""Programs that CUDA launches along the second axis of a grid."""
+
 OPS = ("attention", "linear")
 """Ops that have kernels."""
 
@@ -120,10 +123,13 @@ def unsupported_attention(
     *,
     masked_packing: bool = False,
     boolean_mask: bool = False,
+    heads: int = 1,
+    tokens: int = 1,
 ) -> str | None:
     """What of an attention call the kernels do not do, as a sentence, or None.
 
-    ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one.
+    ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one. ``heads``:
+    batches × query heads. ``tokens``: of the longer side.
     """
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
@@ -141,6 +147,12 @@ def unsupported_attention(
         return f"head dimensions {head_dims} are above 128, which does not fit this device"
     if not softmax_scale > 0:
         return f"`softmax_scale` is {softmax_scale}; the kernels need a positive one"
+    if heads > MOST_HEADS:
+        return f"{heads} batches × query heads are above {MOST_HEADS}; split the batch"
+    if heads * tokens >= 2**31:
+        return (
+            f"{heads} batches × query heads of {tokens} tokens are above 2³¹ rows; split the batch"
+        )
     if masked_packing:
         return "`mask` and `cu_seqlens` together; give one of them"
     return None

@@ -28,6 +28,7 @@ from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
 from hf_deltamatch.kernels.attention_problem import Problem, saved_views
 from hf_deltamatch.kernels.attention_rows import _mean_key_kernel
+from hf_deltamatch.kernels.launch import assert_rising
 
 
 class Forward(NamedTuple):
@@ -110,6 +111,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         lse.fill_(float("-inf"))
         o.zero_()
         return result
+    assert_rising(x.Tq, x.Tk, x.pack_q, x.pack_k)
     if x.recipe.block == "mx":
         from hf_deltamatch.kernels import attention_mx_launch
 

@@ -111,7 +111,7 @@ def _dkdv_tile_fp8(
         f = k_row[:, None] * q_column[None, :]
         g = v_row[:, None] * do_column[None, :]
     if SOFTCAP:
-        t = tanh(s * (f * (softmax_scale / softcap)))
+        t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
     elif TILE:
         p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[None, :])

@@ -107,7 +107,7 @@ def _step(
     f = k_tile * q_tile
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP:
-        t = tanh(s * (f * (softmax_scale / softcap)))
+        t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(t * (softcap * LOG2E) - lse2)
     else:
         p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2)

@@ -89,7 +89,7 @@ def _dq_tile_fp8(
         f = q_row[:, None] * tl.load(k_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
         g = do_row[:, None] * tl.load(v_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
     if SOFTCAP:
-        t = tanh(s * (f * (softmax_scale / softcap)))
+        t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[:, None])
     elif TILE:
         p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[:, None])

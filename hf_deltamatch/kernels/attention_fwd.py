@@ -66,13 +66,14 @@ def _fwd_tile_fp8(
     s = tl.dot(q, k.T)
     if TILE:
         f = q_row * tl.load(k_descale_ptr + start // 128)
-        v_tile = tl.load(v_descale_ptr + start // 128)
+        # P carries 2⁸; taken out here and not at the end, where large values have overflowed.
+        v_tile = tl.load(v_descale_ptr + start // 128) * 0.00390625
     else:
         column = tl.load(k_descale_ptr + offs_n, mask=offs_n < Tk, other=1.0)
         f = q_row[:, None] * column[None, :]
         fold = tl.load(v_descale_ptr + offs_n, mask=offs_n < Tk, other=0.0)
     if SOFTCAP:
-        s = tanh(s * (f * (softmax_scale / softcap)))
+        s = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         c = softcap * LOG2E
     elif TILE:
         c = positive(f * (softmax_scale * LOG2E))
@@ -195,7 +196,6 @@ def _attention_fwd_kernel(
             )  # fmt: skip
     if TILE:
         l = l * 0.00390625  # 2⁻⁸, which P carries
-        acc = acc * 0.00390625
     elif not MX:
         acc = acc * tl.exp2(tl.where(r == float("-inf"), 0.0, r) - 8.0)[:, None]
     seen = (l > 0.0) | (l != l)

@@ -87,7 +87,7 @@ def fwd_tile_mx(
     k = k_desc.load([k_row + start, 0])
     s = product(q, q_code, k, row_codes(k_code_ptr, offs_n, offs_n < Tk, q.shape[1] // 32))
     if SOFTCAP:
-        s = tanh(s * (softmax_scale / softcap))
+        s = tanh(s * (softmax_scale / softcap), SOFTCAP)
         c = softcap * LOG2E
     else:
         c = softmax_scale * LOG2E
@@ -131,7 +131,7 @@ def dq_tile_mx(
     s = product(q, q_code, k, row_codes(k_code_ptr, offs_n, inside, q.shape[1] // 32))
     dp = product(do, do_code, v, row_codes(v_code_ptr, offs_n, inside, do.shape[1] // 32))
     if SOFTCAP:
-        t = tanh(s * (softmax_scale / softcap))
+        t = tanh(s * (softmax_scale / softcap), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[:, None])
     else:
         p = tl.exp2(s * (softmax_scale * LOG2E) - lse2[:, None])
@@ -208,7 +208,7 @@ def dkdv_tile_mx(
     s = product(k, k_code, q, row_codes(q_code_ptr, row + offs_m, inside, BLOCK_D // 32))
     lse2 = tl.load(lse2_ptr + stat + offs_m, mask=inside, other=float("inf"))
     if SOFTCAP:
-        t = tanh(s * (softmax_scale / softcap))
+        t = tanh(s * (softmax_scale / softcap), SOFTCAP)
         p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
     else:
         p = tl.exp2(s * (softmax_scale * LOG2E) - lse2[None, :])

@@ -18,6 +18,9 @@ from hf_deltamatch.kernels.launch import (
 )
 from hf_deltamatch.recipes import AttentionRecipe
 
+LARGE_SOFTCAP = 500.0
+"""Above, an error of 1e-7 in tanh would be seen in the logits."""
+
 
 class TokenFacts(NamedTuple):
     """What a mask means for the quantisers; every field may be None.
@@ -67,7 +70,7 @@ class Problem:
         self._shape_flags = dict(CAUSAL=is_causal, WINDOW=window is not None, MASK=self.mask_kind)
         self._flags = dict(
             **self._shape_flags,
-            SOFTCAP=softcap is not None,
+            SOFTCAP=0 if softcap is None else 1 + (softcap > LARGE_SOFTCAP),
             TILE=self.tile,
             PACKED=cu_q is not None,
             SOFT_CAST=SOFT_CAST,

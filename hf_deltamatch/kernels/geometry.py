@@ -187,3 +187,21 @@ def _own_slots(cu_ptr, segment_ptr, segments, slots, BLOCK: tl.constexpr):
         starts = (s < segments)[None, :] & (first[None, :] <= slot[:, None])
         count += tl.sum(starts.to(tl.int32), 1)
     tl.store(segment_ptr + slot, count - 1, mask=slot < slots)
+
+
+@triton.jit(do_not_specialize=["segments", "Tq", "Tk"])
+def _rising_kernel(cu_q_ptr, cu_k_ptr, out_ptr, segments, Tq, Tk, BLOCK: tl.constexpr):
+    """1 where the offsets of queries and of keys rise from 0 to the number of tokens, else 0."""
+    falls = _falls(cu_q_ptr, segments, Tq, BLOCK) + _falls(cu_k_ptr, segments, Tk, BLOCK)
+    tl.store(out_ptr, (falls == 0).to(tl.int32))
+
+
+@triton.jit
+def _falls(cu_ptr, segments, T, BLOCK: tl.constexpr):
+    count = (tl.load(cu_ptr) != 0).to(tl.int32) + (tl.load(cu_ptr + segments) != T).to(tl.int32)
+    for start in range(0, segments, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        first = tl.load(cu_ptr + s, mask=s < segments, other=0)
+        last = tl.load(cu_ptr + s + 1, mask=s < segments, other=0)
+        count += tl.sum((first > last).to(tl.int32), 0)
+    return count

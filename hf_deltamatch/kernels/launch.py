@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from hf_deltamatch.formats import MX_BLOCK, TOKENS_PER_TILE
-from hf_deltamatch.kernels.geometry import _segments_kernel
+from hf_deltamatch.kernels.geometry import _rising_kernel, _segments_kernel
 
 SOFT_CAST: bool = bool(triton.knobs.runtime.interpret)
 """The interpreter rounds FP8 wrongly, so there the cast is done in integers."""
@@ -42,6 +42,24 @@ def packings(Tq: int, Tk: int, cu_q: Tensor | None, cu_k: Tensor | None) -> tupl
         q.cu, k.cu, q.segment, k.segment, n, q.slots, k.slots, BLOCK=128
     )
     return q, k
+
+
+def assert_rising(Tq: int, Tk: int, q: Packing, k: Packing) -> None:
+    """Offsets that do not fit would be read and written past the end; nobody waits for the answer.
+
+    Raises:
+        RuntimeError: on a CPU; on a CUDA device, an assertion there fails with the same message.
+    """
+    if q.cu is None:
+        return
+    valid = torch.empty((), dtype=torch.int32, device=q.cu.device)
+    _rising_kernel[(1,)](q.cu, k.cu, valid, q.cu.numel() - 1, Tq, Tk, BLOCK=128)
+    torch._assert_async(
+        valid,
+        "delta_matching_attention: `cu_seqlens` must rise from 0 to the number of tokens, here "
+        f"{Tq} for q and {Tk} for k. Look at cu_seqlens.tolist(); tokens of padding need a "
+        "sequence of their own.",
+    )
 
 
 def feature_block(D: int) -> int:

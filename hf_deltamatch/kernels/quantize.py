@@ -163,6 +163,8 @@ def _quantize_slot(
     return offs_t, raw, payload, fold
 
 
+# D and Dv are int32: Triton makes an argument of 1 a constant, most features are then zeros to the
+# compiler, and ptxas 12.8 goes wrong where both halves of a word are one conversion.
 @triton.jit(
     do_not_specialize=[
         "programs_q", "programs_k", "Hq", "Hkv", "Tq", "Tk", "slots_q", "slots_k", "hide_q",
@@ -173,7 +175,8 @@ def _quantize_qkv_kernel(
     q_ptr, q_fp8_ptr, q_descale_ptr, k_ptr, k_fp8_ptr, k_descale_ptr,
     v_ptr, v_fp8_ptr, v_descale_ptr, v_fold_ptr, vt_ptr,
     q_state_ptr, hide_q, cu_q_ptr, segment_q_ptr, k_state_ptr, hide_k, cu_k_ptr, segment_k_ptr,
-    programs_q, programs_k, Hq, Hkv, Tq, Tk, slots_q, slots_k, D, D_PADDED, Dv, D_PADDED_V,
+    programs_q, programs_k, Hq, Hkv, Tq, Tk, slots_q, slots_k, D: tl.int32, D_PADDED, Dv: tl.int32,
+    D_PADDED_V,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd, stride_qsb, stride_qsh, stride_ksb, stride_ksh,
     TILE: tl.constexpr, GIVEN_Q: tl.constexpr, GIVEN_K: tl.constexpr, POW2: tl.constexpr,
@@ -226,7 +229,7 @@ def _quantize_qkv_kernel(
 def _quantize_do_kernel(
     do_ptr, do_fp8_ptr, descale_ptr, fold_ptr, do_t_ptr, state_ptr, hide, cu_ptr, cu_k_ptr,
     segment_ptr, lse_ptr, lse2_ptr, o_ptr, dlse_ptr, delta_ptr, shifted_ptr, H, T, T_keys, slots,
-    Dv, D_PADDED_V,
+    Dv: tl.int32, D_PADDED_V,
     stride_dob, stride_doh, stride_dot, stride_dod, stride_sb, stride_sh,
     stride_ob, stride_oh, stride_ot, stride_od,
     TILE: tl.constexpr, GIVEN: tl.constexpr, POW2: tl.constexpr, STALE: tl.constexpr,

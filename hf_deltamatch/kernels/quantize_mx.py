@@ -170,8 +170,8 @@ def _reencode_slot(
 @triton.jit(do_not_specialize=["H", "T", "T_other", "slots", "hide"])
 def _quantize_mx_kernel(
     x_ptr, payload_ptr, code_ptr, out_ptr, out_code_ptr, state_ptr, hide, cu_ptr, cu_other_ptr,
-    segment_ptr, H, T, T_other, slots, D, D_PADDED, stride_xb, stride_xh, stride_xt, stride_xd,
-    stride_sb, stride_sh, BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
+    segment_ptr, H, T, T_other, slots, D: tl.int32, D_PADDED, stride_xb, stride_xh, stride_xt,
+    stride_xd, stride_sb, stride_sh, BLOCK_D: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """One slot of one head of Q, K or V, with its transposed copy if that has a place."""
     E5M2: tl.constexpr = payload_ptr.dtype.element_ty == tl.float8e5
@@ -199,7 +199,7 @@ def _quantize_mx_kernel(
 def _quantize_do_mx_kernel(
     do_ptr, do_fp8_ptr, code_ptr, do_t_ptr, do_t_code_ptr, fold_ptr, state_ptr, hide, cu_ptr,
     cu_k_ptr, segment_ptr, lse_ptr, lse2_ptr, o_ptr, dlse_ptr, delta_ptr, shifted_ptr, H, T, T_keys,
-    slots, Dv, D_PADDED_V,
+    slots, Dv: tl.int32, D_PADDED_V,
     stride_dob, stride_doh, stride_dot, stride_dod, stride_sb, stride_sh,
     stride_ob, stride_oh, stride_ot, stride_od,
     STALE: tl.constexpr, BLOCK_DV: tl.constexpr, SOFT_CAST: tl.constexpr,

@@ -91,7 +91,8 @@ def delta_matching_attention(
             no gradient (a learned one multiplies q).
         softcap: logits become ``softcap · tanh(S / softcap)``; positive, without a gradient.
         sinks: ``[Hq]``, a learned logit per head that takes probability and has no value.
-        cu_seqlens: int32 offsets of packed sequences ``[n + 1]`` (or a pair for q and k), B = 1.
+        cu_seqlens: int32 offsets of packed sequences ``[n + 1]`` (or a pair for q and k), B = 1,
+            rising from 0 to the number of tokens (on a CUDA device an assertion there).
             Causality and window hold within a sequence.
         recipe: a name or an :class:`AttentionRecipe`. One that does not quantise (``"bf16"``) runs
             torch's own attention on a device, unless ``backend`` or ``return_lse`` is given.

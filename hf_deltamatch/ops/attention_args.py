@@ -23,6 +23,12 @@ def require_tensors(op: str, **arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: `{name}` is a {type(x).__name__}; it must be a torch.Tensor.")
+        if x.is_nested or x.layout != torch.strided:
+            kind = "a nested tensor" if x.is_nested else f"{x.layout}"
+            raise TypeError(
+                f"{op}: `{name}` is {kind}; it must be a dense torch.Tensor (x.to_dense(), or for a "
+                "nested one torch.nested.to_padded_tensor)."
+            )
 
 
 def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
@@ -165,6 +171,11 @@ def validate(
     _validate_qkv(q, k, v, recipe)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{_FN}: `softcap` is {softcap!r}; it must be positive, or None for none.")
+    if softcap is not None and not 1e-30 <= softcap <= 1e30:
+        raise ValueError(
+            f"{_FN}: `softcap` is {softcap!r}; logits are FP32, so it must lie between 1e-30 and 1e30. "
+            "Pass None for none."
+        )
     for name, x in (("mask", mask), ("sinks", sinks), ("cu_seqlens", cu_q), ("cu_seqlens", cu_k)):
         if x is not None and x.device != q.device:
             raise ValueError(f"{_FN}: `{name}` is on {x.device}, q on {q.device}; move it there.")

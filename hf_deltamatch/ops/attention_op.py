@@ -56,6 +56,8 @@ def attention_fwd(
                 q.device,
                 masked_packing=mask is not None and cu_seqlens_q is not None,
                 boolean_mask=mask is not None and mask.dtype == torch.bool,
+                heads=q.shape[0] * q.shape[1],
+                tokens=max(q.shape[2], k.shape[2]),
             ),
         )
         observe.CALLS["attention_fwd"] += 1

@@ -1,0 +1,11 @@
+"""``hf-deltamatch study``: arms × settings × seeds from one YAML file, on one machine, with a report.
+
+=========== =====================================================
+spec        the file, checked, as a list of runs with their keys
+corpus      bytes of text, and the hash of what they were
+model       Transformers' own classes, in the arithmetic of an arm
+run         one run on one device
+pool        many runs at once, each result kept as it comes
+report      gaps paired over seeds, as Markdown, JSON and PNG
+=========== =====================================================
+"""

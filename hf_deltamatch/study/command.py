@@ -1,0 +1,90 @@
+"""The ``study`` command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Train arms x settings x seeds from one YAML file and write a report.
+
+  hf-deltamatch study examples/configs/study_table.yaml --output runs/table
+  hf-deltamatch study FILE --only "6e-3 DM" "6e-3 MP"    # runs whose name has all words of one
+  hf-deltamatch study FILE --shard 1/2                   # every second run
+  hf-deltamatch study FILE --time-limit 270              # what is not done by then is left
+  hf-deltamatch study FILE --report-only
+
+OUTPUT holds runs.jsonl (one line per run, written as it ends), report.md, report.json, report.png. The
+same command again does what is missing.
+"""
+
+
+def add_parser(commands) -> None:
+    """The command's arguments, on the subparsers of the main command."""
+    parser = commands.add_parser(
+        "study",
+        help="train arms x settings x seeds from one YAML file, with a report",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="the study, YAML")
+    add("--output", type=Path, metavar="FOLDER", help="default: runs/NAME")
+    add("--only", nargs="+", metavar="WORDS", help="runs whose name has all of these words")
+    add("--shard", metavar="I/N", help="every N-th run, from the I-th on")
+    add("--workers", type=int, metavar="N", help="runs at once on each device")
+    add("--devices", nargs="+", metavar="DEVICE", help="default: all CUDA devices, else cpu")
+    add("--backend", help="FP8 backend by name (default: by device)")
+    add(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="record the step once and replay it (default: what the file says)",
+    )
+    add("--time-limit", type=float, metavar="SECONDS", help="end what is not done by then")
+    add("--list", action="store_true", help="print the names of the runs and what is there of them")
+    add("--report-only", action="store_true", help="write the report of what is there")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Exit status 0 if every chosen run has a result, 1 otherwise."""
+    from hf_deltamatch.study import pool, report
+    from hf_deltamatch.study.corpus import load_corpus
+    from hf_deltamatch.study.spec import load_study, select
+
+    study = load_study(args.file)
+    runs = select(study, args.only, args.shard)
+    workers = study.runtime["workers"] if args.workers is None else args.workers
+    if workers < 1:
+        raise ValueError(f"--workers is {workers}; it must be at least 1.")
+    folder = args.output or Path("runs") / study.name
+    rows = pool.read_rows(folder)
+    done = lambda run: run.key in rows and rows[run.key]["status"] != "failed"
+    if args.list:
+        for run in runs:
+            print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [run for run in runs if not done(run)]
+    if missing and not args.report_only:
+        graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
+        devices = pool.devices_of(args.devices)
+        load_corpus(**study.corpus)  # says here, and once, what is wrong with it
+        say = lambda text: print(text, flush=True)
+        say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")
+        pool.run_all(
+            missing,
+            study.corpus,
+            folder,
+            devices=devices,
+            workers=workers,
+            # `auto` tries.
+            cuda_graph=graph in (True, "auto"),
+            backend=args.backend or study.runtime["backend"],
+            time_limit=args.time_limit,
+            say=say,
+        )
+        rows = pool.read_rows(folder)
+    found = report.write_report(study, rows, folder)
+    print(report.to_markdown(found), flush=True)
+    print(f"Written: {folder}/report.md, report.json, runs.jsonl")
+    return 0 if all(done(run) for run in runs) else 1

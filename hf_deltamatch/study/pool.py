@@ -1,0 +1,213 @@
+"""Many runs at once, in processes over all devices; every result is on disk as soon as it exists.
+
+Processes, not threads: launching kernels takes the interpreter's lock, and a run that breaks its
+device context takes only itself down.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_deltamatch.environment import environment
+from hf_deltamatch.study.corpus import load_corpus
+from hf_deltamatch.study.run import GraphError, train
+from hf_deltamatch.study.spec import Run
+
+RESULTS = "runs.jsonl"
+
+
+def read_rows(folder: Path) -> dict[str, dict]:
+    """Rows by key, the last of each. A line cut short by a kill is no row."""
+    rows = {}
+    path = folder / RESULTS
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[row["key"]] = row
+    return rows
+
+
+def append_row(folder: Path, row: dict) -> None:
+    """One line, whole before this returns."""
+    path = folder / RESULTS
+    # After a kill the file may end within a line, which must not swallow this one.
+    cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    with path.open("a") as file:
+        file.write(("\n" if cut else "") + json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def devices_of(names: list[str] | None) -> list[str]:
+    """The named devices, or all CUDA devices, or the CPU."""
+    if names:
+        return [str(torch.device(n)) for n in names]
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+@dataclass
+class _Worker:
+    process: Any
+    link: Connection
+    device: str
+    run: Run | None = None
+
+
+def run_all(
+    runs: list[Run],
+    corpus: dict,
+    folder: Path,
+    *,
+    devices: list[str],
+    workers: int,
+    cuda_graph: bool,
+    backend: str | None = None,
+    time_limit: float | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict]:
+    """Train ``runs``, ``workers`` at a time on each device; returns the rows that came.
+
+    ``time_limit`` (seconds): runs that are not done by then are ended and leave nothing.
+    ``cuda_graph``: if a step cannot be recorded, that run and all later ones go without.
+    """
+    todo, rows, active = deque(runs), [], []
+    context = multiprocessing.get_context("spawn")
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    slots = [d for _ in range(workers) for d in devices][: len(todo)]
+
+    def keep(row: dict) -> None:
+        append_row(folder, row)
+        rows.append(row)
+
+    def start(device: str) -> None:
+        here, there = context.Pipe()
+        options = (corpus, device, cuda_graph, backend, max(1, (os.cpu_count() or 1) // len(slots)))
+        process = context.Process(target=_work, args=(there, *options), daemon=True)
+        process.start()
+        there.close()
+        active.append(_Worker(process, here, device))
+
+    def end(worker: _Worker) -> None:
+        active.remove(worker)
+        worker.link.close()
+        worker.process.terminate()
+        worker.process.join()
+
+    try:
+        for device in slots:
+            start(device)
+        while active:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                unfinished = len(todo) + sum(w.run is not None for w in active)
+                say(f"time limit: {unfinished} runs were not done; the same command does them")
+                break
+            ready = wait([w.link for w in active], timeout=left)
+            for worker in [w for w in active if w.link in ready]:
+                kind, value = _receive(worker.link)
+                if kind == "progress":
+                    step, loss = value
+                    say(f"  {worker.run.name}: step {step}, loss {loss:.3f}")
+                    continue
+                run, worker.run = worker.run, None
+                if kind == "done":
+                    keep(value)
+                    say(f"{_line(value)}; {len(todo) + len(active) - 1} left")
+                elif kind == "graph":
+                    say(f"{run.name}: no CUDA graph, going on without ({value})")
+                    cuda_graph = False
+                    todo.appendleft(run)
+                elif kind != "ready":
+                    say(f"{'a worker' if run is None else run.name} failed: {value}")
+                    if run is not None:
+                        keep(_failed_row(run, value))
+                whole = (
+                    ("ready", "done") if "cuda" in worker.device else ("ready", "done", "failed")
+                )
+                if kind in whole and todo:
+                    worker.run = todo.popleft()
+                    worker.link.send(worker.run)
+                    continue
+                # Nothing to do, or a process whose device context may be broken.
+                end(worker)
+                if todo and run is not None:
+                    start(worker.device)
+    finally:
+        for worker in list(active):
+            end(worker)
+    return rows
+
+
+def _receive(link: Connection) -> tuple[str, Any]:
+    try:
+        return link.recv()
+    except (EOFError, OSError):
+        return "lost", "its process ended without a word (killed, or out of memory)"
+
+
+def _line(row: dict) -> str:
+    loss = "not finite" if row["final_loss"] is None else f"{row['final_loss']:.4f}"
+    return (
+        f"{row['name']}: {row['status']}, loss {loss}, {row['seconds']:.0f} s, "
+        f"{row['tokens_per_second']:,} tokens/s{', CUDA graph' if row['cuda_graph'] else ''}"
+    )
+
+
+def _failed_row(run: Run, error: str) -> dict:
+    return {
+        "key": run.key,
+        "name": run.name,
+        "setting": run.setting,
+        "arm": run.arm,
+        "seed": run.seed,
+        "config": run.config,
+        "status": "failed",
+        "error": error,
+    }
+
+
+def _work(
+    link: Connection, corpus: dict, device: str, cuda_graph: bool, backend: str | None, threads: int
+) -> None:
+    """The worker's process: says it is ready, then trains what it is sent."""
+    torch.set_num_threads(threads)
+    target = torch.device(device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    text = load_corpus(**corpus).to(target)
+    facts = environment()
+    link.send(("ready", None))
+    while True:
+        try:
+            run = link.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            row = train(
+                run,
+                text,
+                target,
+                backend=backend,
+                cuda_graph=cuda_graph,
+                progress=lambda step, loss: link.send(("progress", (step, loss))),
+            )
+            link.send(("done", {**row, "device": device, "environment": facts}))
+        except GraphError as error:
+            link.send(("graph", str(error)))
+        except Exception as error:
+            traceback.print_exc()
+            link.send(("failed", f"{type(error).__name__}: {error}"))

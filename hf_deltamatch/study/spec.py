@@ -1,0 +1,265 @@
+"""The study's file: what it may say, and the runs that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.training.schedule import SCHEDULES
+
+ARMS: dict[str, dict] = {
+    "MP": {"attention": "sdpa"},
+    "SD": {"attention": "stale_delta"},
+    "DM": {"attention": "delta_matching"},
+}
+"""Arms that need no description: mixed precision with SDPA, FP8 with stale and with matched δ."""
+
+PRECISIONS = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Train:
+    """One run's training. AdamW; decay on matrices only."""
+
+    steps: int = 800
+    batch_size: int = 32
+    seq_len: int = 512
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    warmup: int = 200
+    schedule: str = "constant"
+    floor: float = 0.1
+    precision: str = "auto"
+    """``bfloat16``: BF16 weights and activations in the model, FP32 master weights in the optimiser;
+    ``auto``: that on a GPU, FP32 on a CPU."""
+    last: int = 100
+    """Steps whose mean is the run's loss."""
+    residual_every: int = 200
+    """Steps between measurements of the row-sum residual; 0 for none."""
+    held_out_sequences: int = 128
+    max_skipped: int = 20
+    """Steps with a loss or gradient that is not finite are skipped; more of them end the run."""
+    diverged_above: float = 0.5
+    """Diverged: the last steps' mean loss is this far (nats) above the best such mean of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "last", "held_out_sequences"):
+            _check(isinstance(v := getattr(self, name), int) and v >= 1, name, v, "at least 1")
+        for name in ("warmup", "residual_every", "max_skipped"):
+            _check(isinstance(v := getattr(self, name), int) and v >= 0, name, v, "0 or more")
+        for name in ("lr", "clip", "diverged_above"):
+            v = getattr(self, name)
+            _check(isinstance(v, int | float) and v > 0, name, v, "a positive number")
+        _check(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {SCHEDULES}")
+        _check(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
+        object.__setattr__(self, "betas", tuple(self.betas))
+
+
+def _check(fine: bool, name: str, value: object, allowed: str) -> None:
+    if not fine:
+        # YAML reads 3e-3 as text: the dot is part of its numbers.
+        hint = " (YAML numbers need a dot: 3.0e-3)" if isinstance(value, str) else ""
+        raise ValueError(f"study: train.{name} is {value!r}; it must be {allowed}{hint}.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: everything that its numbers depend on is in ``config``."""
+
+    setting: str
+    arm: str
+    seed: int
+    config: dict[str, Any] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting} / {self.arm} / seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """Changes with anything that can change the result."""
+        text = json.dumps(self.config, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A checked file. ``runs`` are in the order in which they are worth having."""
+
+    name: str
+    baseline: str
+    arms: dict[str, dict]
+    settings: list[str]
+    seeds: list[int]
+    corpus: dict[str, Any]
+    runs: list[Run]
+    runtime: dict[str, Any]
+    source: dict[str, Any]
+
+
+_TOP = {
+    "name",
+    "baseline",
+    "arms",
+    "seeds",
+    "corpus",
+    "model",
+    "train",
+    "settings",
+    "runtime",
+}
+_SETTING = {"name", "model", "train", "priority"}
+_RUNTIME = {"workers": 4, "cuda_graph": "auto", "backend": None}
+_CORPUS = {"source": "stdlib", "held_out_every": 50, "limit_bytes": 64 * 2**20}
+
+
+def load_study(path: str | Path) -> Study:
+    """Read and check a study file (``examples/configs/study_table.yaml`` shows every part).
+
+    Raises:
+        ValueError: not YAML, an unknown key, or a value that is not allowed.
+        OSError: no such file.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"study: {path} is not YAML: {error}") from error
+    return parse_study(data, str(path))
+
+
+def parse_study(data: Any, where: str = "study") -> Study:
+    """A :class:`Study` from what the YAML file holds."""
+    if not isinstance(data, dict):
+        raise ValueError(f"study: {where} holds {type(data).__name__}; it must be a mapping.")
+    _known(data, _TOP, where)
+    arms = _arms(data.get("arms", list(ARMS)))
+    baseline = data.get("baseline", next(iter(arms)))
+    if baseline not in arms:
+        raise ValueError(f"study: baseline is {baseline!r}; arms are {', '.join(arms)}.")
+    seeds = data.get("seeds", [0])
+    if not (isinstance(seeds, list) and seeds and all(isinstance(s, int) for s in seeds)):
+        raise ValueError(f"study: seeds is {seeds!r}; it must be a list of whole numbers.")
+    corpus = {**_CORPUS, **_section(data, "corpus", set(_CORPUS), where)}
+    runtime = {**_RUNTIME, **_section(data, "runtime", set(_RUNTIME), where)}
+    fields = {f.name for f in dataclasses.fields(Train)}
+    base_train = _section(data, "train", fields, where)
+    base_model = _section(data, "model", None, where)
+    settings = data.get("settings", [{"name": "default"}])
+    if not isinstance(settings, list) or not settings:
+        raise ValueError("study: settings must be a list with at least one entry.")
+    rows, names = [], []
+    for at, setting in enumerate(settings):
+        here = f"settings[{at}]"
+        if not isinstance(setting, dict) or "name" not in setting:
+            raise ValueError(f"study: {here} must be a mapping with a name; it is {setting!r}.")
+        _known(setting, _SETTING, here)
+        if setting["name"] in names:
+            raise ValueError(f"study: two settings are called {setting['name']!r}.")
+        names.append(setting["name"])
+        train = Train(**{**base_train, **_section(setting, "train", fields, here)})
+        model = {**base_model, **_section(setting, "model", None, here)}
+        if "model_type" not in model:
+            raise ValueError(f"study: {here}: the model has no model_type, as in `llama`.")
+        for index, (arm, choice) in enumerate(arms.items()):
+            for seed in seeds:
+                config = {
+                    **choice,
+                    "model": model,
+                    "train": dataclasses.asdict(train),
+                    "corpus": corpus,
+                    "seed": seed,
+                }
+                # As JSON has it: tuples are lists, so that a key does not depend on where it is made.
+                config = json.loads(json.dumps(config))
+                order = (setting.get("priority", 0), seeds.index(seed), at, index)
+                rows.append((order, Run(setting["name"], arm, seed, config)))
+    runs = [run for _, run in sorted(rows, key=lambda row: row[0])]
+    name = str(data.get("name", Path(where).stem))
+    return Study(name, baseline, arms, names, seeds, corpus, runs, runtime, data)
+
+
+def select(study: Study, only: list[str] | None, shard: str | None) -> list[Run]:
+    """The runs whose name has every word of one of ``only``, and of these shard ``i/n``.
+
+    Raises:
+        ValueError: nothing is left, or a malformed shard.
+    """
+    runs = study.runs
+    if only:
+        wanted = [_words(text) for text in only]
+        runs = [r for r in runs if any(ws <= _words(r.name) for ws in wanted)]
+        if not runs:
+            some = ", ".join(repr(r.name) for r in study.runs[:3])
+            raise ValueError(
+                f"study: --only {' '.join(only)!r} matches no run; names are {some}, …"
+            )
+    if shard is not None:
+        i, _, n = shard.partition("/")
+        if not (i.isdigit() and n.isdigit() and 1 <= int(i) <= int(n)):
+            raise ValueError(f"study: --shard is {shard!r}; it must be like 1/2 or 2/2.")
+        runs = runs[int(i) - 1 :: int(n)]
+    return runs
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace(",", " ").replace("/", " ").split())
+
+
+def _known(data: dict, known: set[str], where: str) -> None:
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(
+            f"study: {where} has unknown {', '.join(map(repr, unknown))}; known are "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def _section(data: dict, name: str, known: set[str] | None, where: str) -> dict:
+    section = data.get(name) or {}
+    if not isinstance(section, dict):
+        raise ValueError(f"study: {name} in {where} is {section!r}; it must be a mapping.")
+    if known is not None:
+        _known(section, known, f"{name} in {where}")
+    return section
+
+
+def _arms(arms: Any) -> dict[str, dict]:
+    """Name to resolved recipes: ``attention`` is ``"sdpa"`` or fields, ``linear`` None or fields."""
+    if isinstance(arms, list):
+        arms = {name: ARMS.get(name) for name in arms}
+    if not isinstance(arms, dict) or not arms:
+        raise ValueError(f"study: arms is {arms!r}; it must be names or a mapping.")
+    out = {}
+    for name, arm in arms.items():
+        arm = ARMS.get(name) if arm is None else arm
+        if arm is None:
+            raise ValueError(
+                f"study: arm {name!r} is not one of {', '.join(ARMS)}; describe it, as in "
+                f"{name}: {{attention: delta_matching, linear: blockwise}}."
+            )
+        _known(arm, {"attention", "linear"}, f"arm {name!r}")
+        attention, linear = arm.get("attention", "sdpa"), arm.get("linear")
+        out[name] = {
+            "attention": attention
+            if attention == "sdpa"
+            else _recipe(AttentionRecipe, attention).to_dict(),
+            "linear": None if linear is None else _recipe(LinearRecipe, linear).to_dict(),
+        }
+    return out
+
+
+def _recipe(kind, value):
+    """``name`` or ``{recipe: name, field: value}``."""
+    if isinstance(value, dict):
+        fields = dict(value)
+        return kind.from_name(fields.pop("recipe", next(iter(kind.NAMES))), **fields)
+    return kind.from_name(value)

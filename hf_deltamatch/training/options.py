@@ -1,0 +1,200 @@
+"""Options of a training script: a YAML file, flags over it, and what of them makes the run."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from hf_deltamatch.training.arms import ARMS
+from hf_deltamatch.training.optim import OPTIMIZERS
+from hf_deltamatch.training.schedule import SCHEDULES
+
+ASIDE = {"about": "aside"}
+"""Metadata of fields that may change when a run is resumed: they do not change what is trained."""
+
+
+def aside(default: Any) -> Any:
+    return field(default=default, metadata=ASIDE)
+
+
+@dataclass
+class Options:
+    """Of every training script; each field is a key of the YAML file and a flag."""
+
+    model: Any = None
+    """A mapping (a new model of ``model_type``), a local path or a hub name."""
+    tokenizer: str | None = None
+    """Path or hub name; default: that of ``model``, or UTF-8 bytes for a new model."""
+    arm: str = "dm"
+    """``mp`` (SDPA in BF16), ``sd`` (FP8, stale δ), ``dm`` (FP8, matched δ)."""
+    linear: str | None = None
+    """Recipe of FP8 linears, as ``blockwise``; null keeps them in high precision."""
+    block: str = "128xD"
+    backend: str | None = None
+    data: str = "stdlib"
+    """``stdlib`` (the running Python's own source), a local file or folder, or a hub name."""
+    data_config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    streaming: bool = False
+    documents: str = "separate"
+    """``separate``: documents packed into a row do not see each other; ``joined``: they do."""
+    held_out: int = 16
+    """Documents kept for evaluation (of a stream: the first ones); 0 for none."""
+    eval_rows: int = aside(64)
+    """At most so many rows of them."""
+    seq_len: int = 1024
+    batch_size: int = 32
+    """Sequences per step, over all processes."""
+    micro_batch: int = 8
+    """Sequences per forward and process."""
+    steps: int = 1000
+    lr: float = 3e-4
+    warmup: int = 100
+    schedule: str = "cosine"
+    floor: float = 0.1
+    decay: float = 0.2
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 1.0
+    seed: int = 0
+    precision: str = "auto"
+    """``bf16``, ``no``, or ``auto``: BF16 autocast on a GPU. Weights are FP32."""
+    checkpointing: bool = False
+    """Gradient checkpointing."""
+    compile: bool = False
+    """``torch.compile`` of every block."""
+    max_skipped: int = aside(10)
+    """Stop after so many steps in a row that are not finite."""
+    eval_every: int = aside(100)
+    log_every: int = aside(10)
+    save_every: int = aside(200)
+    keep: int = aside(3)
+    monitor_every: int = aside(200)
+    """Steps between looks at the attention's numerics; 0 for none."""
+    tracker: str = aside("tensorboard")
+    """A tracker that Accelerate knows, or ``none``."""
+    resume: str = aside("auto")
+    """``auto`` (the newest checkpoint in ``output``), ``never`` (an ``output`` that has some is
+    refused), or a checkpoint's folder."""
+    peak_flops: float | None = aside(None)
+    """Of one device, for MFU; default: a table by its name."""
+    output: str = aside("runs/pretrain")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("arm", tuple(ARMS)),
+            ("schedule", SCHEDULES),
+            ("optimizer", OPTIMIZERS),
+            ("documents", ("separate", "joined")),
+            ("precision", ("auto", "bf16", "no")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}; allowed values are "
+                    f"{', '.join(map(repr, allowed))}."
+                )
+        counts = ("batch_size", "micro_batch", "steps", "max_skipped", "log_every", "keep")
+        for name in (*counts, "eval_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        if self.model is None:
+            raise ValueError(
+                "`model` is missing; give a mapping with `model_type` in the YAML file, or a path or "
+                "hub name."
+            )
+
+    def identity(self) -> dict:
+        """What makes the run: a checkpoint is resumed only with the same. How it is spread over
+        processes does not."""
+        out = asdict(self)
+        for f in fields(self):
+            if f.metadata == ASIDE:
+                del out[f.name]
+        for name in ("micro_batch", "backend", "checkpointing", "compile", "precision"):
+            del out[name]
+        return out
+
+
+Kind = TypeVar("Kind", bound=Options)
+
+
+def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> Kind:
+    """Options from ``--config FILE`` and flags, which go before the file.
+
+    Exits with a message for what does not fit.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the keys below")
+    for f in fields(kind):
+        default = "" if f.default in (MISSING, None) else f"default: {f.default}"
+        parser.add_argument(f"--{f.name.replace('_', '-')}", metavar="VALUE", help=default)
+    args = vars(parser.parse_args(argv))
+    config = args.pop("config")
+    try:
+        values = {} if config is None else read_yaml(config)
+        values |= {n: yaml.safe_load(v) for n, v in args.items() if v is not None}
+        return kind(**checked(kind, values))
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        parser.error(f"{config or 'options'}: {error}")
+
+
+def read_yaml(path: Path) -> dict:
+    values = yaml.safe_load(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"holds {type(values).__name__}; a mapping of options is needed.")
+    return values
+
+
+def checked(kind: type[Options], values: dict) -> dict:
+    """Values of known keys in the types of their fields.
+
+    Raises:
+        ValueError: an unknown key or a value of another type, with what is allowed.
+    """
+    hints = typing.get_type_hints(kind)
+    out = {}
+    for name, value in values.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint} Known: {', '.join(sorted(hints))}.")
+        out[name] = _as(name, value, hints[name])
+    return out
+
+
+def _as(name: str, value: Any, hint: Any) -> Any:
+    if hint is Any:
+        return value
+    if isinstance(hint, types.UnionType):
+        kinds = typing.get_args(hint)
+        if value is None and types.NoneType in kinds:
+            return None
+        hint = next(k for k in kinds if k is not types.NoneType)
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ValueError(f"`{name}` is {value!r}; it is a list, as [a, b].")
+        return [_as(name, v, typing.get_args(hint)[0]) for v in value]
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:  # YAML reads 3e-4 as text
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) is not hint:
+        raise ValueError(
+            f"`{name}` is {value!r}; {'true or false' if hint is bool else f'it is {hint.__name__}'}."
+        )
+    return value
