@@ -190,3 +190,23 @@ def test_rates_from_results() -> None:
     result["shapes"][0]["rows"] = {"BF16": {}}
     with pytest.raises(ValueError, match="no plain row"):
         Rates.from_results(result)
+
+
+def test_experts() -> None:
+    """A grouped product against one after the other: many small experts do not pay, few large do."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def mixture(experts: int, size: int):
+        with torch.device("meta"):
+            return MixtralForCausalLM(
+                MixtralConfig(
+                    num_hidden_layers=1, hidden_size=size, intermediate_size=2 * size, vocab_size=64,
+                    num_attention_heads=8, num_key_value_heads=8, num_local_experts=experts,
+                )
+            )  # fmt: skip
+
+    name = "model.layers.0.mlp.experts"
+    report = swap_linears(mixture(4, 4096), filter_fn="auto", tokens=65536)
+    assert name in report.swapped
+    report = swap_linears(mixture(64, 4096), filter_fn="auto", tokens=1024, include=["*.q_proj"])
+    assert report.skipped[name].startswith("BF16 is about as fast: predicted")

@@ -86,9 +86,9 @@ def test_lora_gradients(family: str, kind: str, tmp_path: Path) -> None:
     for part in (LAYER_0[family], ""):
         actual, wanted = flat(grads, part), flat(expected, part)
         cosine = F.cosine_similarity(actual, wanted, 0).item()
-        # Measured: 0.9973 (gpt_oss, whose experts are routed) to 0.9988, and 0.049 to 0.073.
+        # Measured: 0.9960 (gpt_oss, whose experts are in FP8 too) to 0.9988, and 0.049 to 0.0902.
         assert wanted.norm() > 0 and cosine >= 0.995
-        assert rel_rms(actual, wanted) <= 0.09
+        assert rel_rms(actual, wanted) <= (0.1 if family == "gpt_oss" else 0.09)
     # Frozen weights get no gradient and none is computed; their inputs do.
     assert calls["linear_bwd_weight"] == 0
     assert calls["linear_bwd_input"] > 0 and calls["attention_bwd"] == 2

@@ -351,9 +351,10 @@ def two_processes(tmp_path_factory) -> list[dict[str, dict[str, float]]]:
     return [torch.load(path / f"results-{rank}.pt") for rank in (0, 1)]
 
 
-# Measured, times 1.2; 1e-3 where it was rounding (1e-7), which may tip an FP8 rounding.
+# Measured, times 1.2; 1e-3 where it was rounding (1e-7), which may tip an FP8 rounding. Under DDP
+# grad_weight has other blocks of tokens: 0.0081 without the experts, 0.0132 with them.
 BOUNDS = {
-    "ddp": {"attention": 1e-3, "all": 0.0098},
+    "ddp": {"attention": 1e-3, "all": 0.0158},
     "fsdp2": {f"{d} {what} 0": 0.0 for d in ("fp32", "bf16") for what in ("loss", "grads")}
     | {"fp32 loss 1": 0.0, "fp32 grads 1": 0.0},
     "fsdp2_odd": {"output": 0.0},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_ops_experts import loop as loop_of_experts
+from test_ops_experts import make as make_experts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_deltamatch import LinearRecipe, formats, fp8_linear, kernels
+from hf_deltamatch.ops import fp8_experts_linear
 from hf_deltamatch.testing import assert_bitwise_equal, assert_close
 
 pytestmark = pytest.mark.gpu
@@ -213,3 +216,21 @@ def test_descales_round_as_ieee_divides(fmt: str, exponent: int) -> None:
     exact = (top.view(FP32) / largest).clamp_min(2.0**-126)
     assert_bitwise_equal(descale.cpu(), exact)
     assert_bitwise_equal(factor.cpu(), exact.reciprocal())
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_experts_linear_gpu(recipe: LinearRecipe, dtype: torch.dtype, transposed: bool) -> None:
+    """Bit for bit the loop over the experts, some of which have no rows or one."""
+    options = {"recipe": supported(recipe), "transposed": transposed}
+    args = make_experts((0, 300, 1, 0, 129), extra=5, transposed=transposed, dtype=dtype)
+    leaves, ends, dy = args
+    leaves = {k: v.detach().to(DEVICE).requires_grad_() for k, v in leaves.items()}
+    results = []
+    for fn in (fp8_experts_linear, loop_of_experts):
+        output = fn(**leaves, ends=ends, **options)
+        grads = torch.autograd.grad(output, list(leaves.values()), dy.to(DEVICE))
+        results.append((output.detach(), *grads))
+    for name, ours, expected in zip(("output", *leaves), *results, strict=True):
+        assert_bitwise_equal(ours, expected, name)

@@ -3,7 +3,7 @@ the few things that every test does with one: choose its attention, run it, comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_deltamatch import set_attention_recipe
+from hf_deltamatch.hf.experts import is_experts
 from hf_deltamatch.testing import rel_rms
 
 OURS = "fp8_delta_matching"
@@ -116,6 +117,7 @@ FAMILIES: dict[str, tuple[dict, int]] = {
 
 # Families that only some tests name: chunked, sparse and linear attention, and code without the interface.
 OTHERS: dict[str, dict] = {
+    "qwen3_moe": {**MOE, "moe_intermediate_size": 32},
     "llama4_text": {
         "num_local_experts": 2,
         "intermediate_size_mlp": 96,
@@ -247,6 +249,13 @@ def use(model: PreTrainedModel, implementation: str = OURS, recipe=None) -> PreT
     if recipe is not None:
         set_attention_recipe(model, recipe)
     return model
+
+
+def linear_calls(model: PreTrainedModel, swapped: Iterable[str]) -> int:
+    """FP8 products of one kind that a pass over the swapped modules runs: two an expert, where every
+    expert gets tokens."""
+    modules = [model.get_submodule(name) for name in swapped]
+    return sum(2 * m.num_experts if is_experts(m) else 1 for m in modules)
 
 
 class Batch(NamedTuple):

@@ -2,6 +2,7 @@
 
 from hf_deltamatch.hf import attention as _attention
 from hf_deltamatch.hf import class_tables as _class_tables
+from hf_deltamatch.hf import experts as _experts
 from hf_deltamatch.hf import quantizer as _quantizer
 from hf_deltamatch.hf.check import ModelCheck, check_model
 from hf_deltamatch.hf.linear import SwapReport, swap_linears, unswap_linears
@@ -10,6 +11,7 @@ from hf_deltamatch.hf.quantizer import DeltaMatchConfig
 
 _attention.register()
 _class_tables.register()
+_experts.register()
 _quantizer.register()
 
 __all__ = [

@@ -27,7 +27,7 @@ class ModelCheck:
     attention: dict[str, AttentionRecipe]
     """Attention modules that call our function, with their recipe."""
     linears: list[str]
-    """FP8 linears."""
+    """FP8 linears, and fused experts in FP8."""
     other_attention: dict[str, str]
     """Attention-like modules that run code of their own, and why."""
     notes: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def modules_without_kernel(model: nn.Module) -> str | None:
         ("attention", name, module, choice.backend)
         for name, module in attention_modules(model).items()
         if is_ours(module) and (choice := choice_of(module)).recipe.quantize
-    ] + [("linear", n, m, m.fp8_backend) for n, m in fp8_linears(model).items()]
+    ] + [("linear", n, m, getattr(m, "fp8_backend", None)) for n, m in fp8_linears(model).items()]
     found: dict[tuple[str, str], list[str]] = {}
     for op, name, module, backend in asked:
         parameter = next(module.parameters(), None)

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_deltamatch.hf.experts import (
+    experts_hard_reason,
+    experts_recipe,
+    experts_shape,
+    is_experts,
+    is_fp8_experts,
+    swap_experts,
+    unswap_experts,
+)
 from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_rules import (
@@ -73,14 +82,18 @@ class SwapReport:
     """What :func:`swap_linears` did: every linear-like module is in one of the two."""
 
     swapped: dict[str, str] = field(default_factory=dict)
-    """Module name to ``shape, recipe``."""
+    """Module name to ``in -> out, recipe``, or to ``experts count x in -> inside, recipe``."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Module (or parameter) name to the reason."""
     notes: list[str] = field(default_factory=list)
     """What to know before training."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.swapped)} linears in FP8, {len(self.skipped)} left as they are"]
+        mixtures = sum(what.startswith("experts ") for what in self.swapped.values())
+        linears = f"{len(self.swapped) - mixtures} linears"
+        if mixtures:
+            linears += f" and the experts of {mixtures} mixtures"
+        lines = [f"{linears} in FP8, {len(self.skipped)} left as they are"]
         for what, count in Counter(self.swapped.values()).most_common():
             lines.append(f"  {count:>4} x {what}")
         lines += [
@@ -104,10 +117,11 @@ def swap_linears(
 ) -> SwapReport:
     """Turn the linears of ``model`` into FP8 linears, in place.
 
-    Swaps modules that are exactly ``nn.Linear`` or Transformers' ``Conv1D``. By default leaves the
-    output embedding, tied weights, routers of mixtures, outputs narrower than 16, PEFT adapters,
-    weights that the code around the module reads itself, and reports fused 3-D experts, which are
-    no linear modules.
+    Swaps modules that are exactly ``nn.Linear`` or Transformers' ``Conv1D``, and the fused experts of
+    mixtures, one module for all of a layer, where Transformers' experts interface runs them. By
+    default leaves the output embedding, tied weights, routers of mixtures, outputs narrower than 16,
+    PEFT adapters and weights that the code around the module reads itself, and reports fused experts
+    that run code of their own.
 
     A model loaded with a ``DeltaMatchConfig`` saves the new choice. One without saves none and
     reloads with plain linears: see ``DeltaMatchConfig.apply_to``.
@@ -116,10 +130,10 @@ def swap_linears(
         recipe: name or :class:`LinearRecipe`. None: a model that already has FP8 linears keeps
             them, with the recipe of each, and gets no others (so that ``swap_linears(model,
             backend=…)`` changes nothing else); any other model gets ``"blockwise"``.
-        filter_fn: ``filter_fn(module, name)``; False leaves a module. It narrows the default
-            choice; see ``include`` to widen it. ``"auto"`` leaves those that a model of the device's
-            rates (:mod:`hf_deltamatch.hf.linear_cost`) predicts to be as fast in BF16, but for those
-            of ``include``.
+        filter_fn: ``filter_fn(module, name)``; False leaves a module (a linear, or fused experts). It
+            narrows the default choice; see ``include`` to widen it. ``"auto"`` leaves those that a
+            model of the device's rates (:mod:`hf_deltamatch.hf.linear_cost`) predicts to be as fast
+            in BF16, but for those of ``include``.
         tokens: for ``"auto"``, the tokens of one forward (batch times sequence); default 8192.
         include: module patterns to swap although the default leaves them.
         modules_to_not_convert: module patterns to leave.
@@ -181,7 +195,7 @@ def plan_linears(
         check_patterns("swap_linears: `include`", include, linears)
         check_patterns("swap_linears: `modules_to_not_convert`", leave, linears)
         check_patterns("swap_linears: `layers`", layers, linears)
-    keep = recipe is None and any(isinstance(m, _FP8) for m in linears.values())
+    keep = recipe is None and any(is_fp8(m) for m in linears.values())
     base = LinearRecipe.resolve(recipe or DEFAULT_RECIPE)
     tied = tied_parameters(model)
     asked, left, exceptions = Patterns(include), Patterns(leave), Patterns(per_layer)
@@ -190,7 +204,7 @@ def plan_linears(
         reason = _hard_reason(module, hooks=not as_loaded)
         if reason is not None:
             return reason
-        kept, included = keep and isinstance(module, _FP8), bool(asked.matching(name))
+        kept, included = keep and is_fp8(module), bool(asked.matching(name))
         if not kept and not included:
             reason = default_reason(model, name, module, tied)
         if reason is None and left.matching(name):
@@ -202,7 +216,7 @@ def plan_linears(
             reason = "was not in FP8 before; name a recipe to swap it"
         if reason is not None:
             return reason
-        chosen = module.fp8_recipe if kept else base
+        chosen = recipe_of(module) if kept else base
         if pattern is not None:
             chosen = per_layer[pattern]
         if isinstance(filter_fn, AutoFilter):
@@ -229,8 +243,7 @@ def swap_by_plan(
         elif isinstance(plan[name], str):
             report.skipped[name] = plan[name]
         else:
-            shape = f"{in_features(module)} -> {out_features(module)}"
-            report.swapped[name] = f"{shape}, {plan[name].name}"
+            report.swapped[name] = f"{_shape(module)}, {plan[name].name}"
     if not report.swapped:
         raise ValueError(
             f"swap_linears: no module of {type(model).__name__} can be swapped. Left:\n{report}"
@@ -239,6 +252,9 @@ def swap_by_plan(
         module = model.get_submodule(name)
         if isinstance(chosen, str):
             _unswap(module)  # swapped by an earlier call
+            continue
+        if is_experts(module):
+            swap_experts(module, chosen, backend)
             continue
         module.__class__ = _SWAP.get(type(module), type(module))
         module.fp8_recipe = chosen
@@ -249,10 +265,9 @@ def swap_by_plan(
 
 def low_precision_note(modules: Iterable[nn.Module]) -> list[str]:
     """Master weights in BF16 lose small updates; FP8 arithmetic asks for none of it."""
+    weights = (m.down_proj if is_experts(m) else m.weight for m in modules)
     low = Counter(
-        m.weight.dtype
-        for m in modules
-        if m.weight.requires_grad and m.weight.dtype in (torch.bfloat16, torch.float16)
+        w.dtype for w in weights if w.requires_grad and w.dtype in (torch.bfloat16, torch.float16)
     )
     return [
         f"{count} FP8 linears train {str(dtype).removeprefix('torch.')} weights, which lose small "
@@ -262,7 +277,7 @@ def low_precision_note(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def unswap_linears(model: nn.Module) -> int:
-    """Turn FP8 linears back into the plain modules they were; returns how many.
+    """Turn FP8 linears and experts back into the plain modules they were; returns how many.
 
     What a model that was loaded with a ``DeltaMatchConfig`` saves about itself follows.
     """
@@ -272,6 +287,8 @@ def unswap_linears(model: nn.Module) -> int:
 
 
 def _unswap(module: nn.Module) -> bool:
+    if is_experts(module):
+        return unswap_experts(module)
     if type(module) not in _UNSWAP:
         return False
     module.__class__ = _UNSWAP[type(module)]
@@ -280,17 +297,35 @@ def _unswap(module: nn.Module) -> bool:
 
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Linears, in FP8 or not, by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    """Linears and fused experts, in FP8 or not, by name."""
+    found = lambda m: isinstance(m, (nn.Linear, Conv1D)) or is_experts(m)
+    return {n: m for n, m in model.named_modules() if found(m)}
 
 
 def fp8_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """FP8 linear modules by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, _FP8)}
+    """FP8 linears and experts by name."""
+    return {name: m for name, m in model.named_modules() if is_fp8(m)}
+
+
+def is_fp8(module: nn.Module) -> bool:
+    return isinstance(module, _FP8) or is_fp8_experts(module)
+
+
+def recipe_of(module: nn.Module) -> LinearRecipe:
+    """Of a module that :func:`is_fp8`."""
+    return experts_recipe(module) if is_experts(module) else module.fp8_recipe
+
+
+def _shape(module: nn.Module) -> str:
+    if is_experts(module):
+        return experts_shape(module)
+    return f"{in_features(module)} -> {out_features(module)}"
 
 
 def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
     """Why a module cannot be swapped, whatever is asked for."""
+    if is_experts(module):
+        return experts_hard_reason(module)
     if type(module) not in _SWAP and not isinstance(module, _FP8):
         kind = type(module)
         return f"{kind.__module__}.{kind.__name__} is not exactly nn.Linear"

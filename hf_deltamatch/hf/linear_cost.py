@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_deltamatch.hf.experts import experts_weights, is_experts
 from hf_deltamatch.hf.linear_rules import in_features, out_features
 from hf_deltamatch.recipes import LinearRecipe
 
@@ -195,7 +196,20 @@ class AutoFilter:
         """Why BF16 is no slower for a module, or None."""
         if recipe.scaling not in self.rates.fp8:
             return f"there are no rates for recipe {recipe.name!r}"
-        p = predict(
+        p = (
+            self._predict_experts(module, recipe)
+            if is_experts(module)
+            else self._predict(module, recipe)
+        )
+        if p.pays:
+            return None
+        return (
+            f"BF16 is about as fast: predicted {1e6 * p.fp8:.0f} µs in FP8, {1e6 * p.bf16:.0f} µs in "
+            f"BF16, {self.tokens} tokens a call"
+        )
+
+    def _predict(self, module: nn.Module, recipe: LinearRecipe) -> Prediction:
+        return predict(
             self.tokens,
             in_features(module),
             out_features(module),
@@ -204,9 +218,27 @@ class AutoFilter:
             weight_bytes=module.weight.element_size(),
             trains=module.weight.requires_grad,
         )
-        if p.pays:
-            return None
-        return (
-            f"BF16 is about as fast: predicted {1e6 * p.fp8:.0f} µs in FP8, {1e6 * p.bf16:.0f} µs in "
-            f"BF16, {self.tokens} tokens a call"
-        )
+
+    def _predict_experts(self, module: nn.Module, recipe: LinearRecipe) -> Prediction:
+        """All experts of a mixture, tokens spread evenly: one product after the other in FP8, where
+        BF16 has one grouped product for each of the two weights."""
+        count = module.num_experts
+        chosen = getattr(module.config, "num_experts_per_tok", None) or 1
+        rows = max(1, round(self.tokens * chosen / count))
+        bf16 = fp8 = 0.0
+        for weight in (getattr(module, name) for name in experts_weights(module)):
+            one = predict(
+                rows,
+                weight.shape[2],
+                weight.shape[1],
+                recipe,
+                self.rates,
+                weight_bytes=weight.element_size(),
+                trains=weight.requires_grad,
+            )
+            fp8 += count * one.fp8
+            # `one` is no faster than the host's launches, of which a grouped product has one set.
+            product = 2.0 * rows * weight.shape[1] * weight.shape[2]
+            products = (3 if weight.requires_grad else 2) * product / self.rates.bf16
+            bf16 += max(count * products, self.rates.host_bf16)
+        return Prediction(bf16, fp8)

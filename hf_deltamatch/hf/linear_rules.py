@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_deltamatch.hf.experts import experts_default_reason, is_experts
 from hf_deltamatch.hf.modules import source_of
 
 MIN_OUT_FEATURES = 16
@@ -35,6 +36,8 @@ def default_reason(
     model: nn.Module, name: str, module: nn.Module, tied: dict[int, list[str]]
 ) -> str | None:
     """Why a module is left by default; ``include`` overrides it."""
+    if is_experts(module):
+        return experts_default_reason(name, module, tied, MIN_OUT_FEATURES)
     if module is _output_embedding(model):
         return "output embedding"
     own = f"{name}.weight" if name else "weight"

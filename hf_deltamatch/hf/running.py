@@ -10,7 +10,13 @@ from torch import nn
 
 from hf_deltamatch.hf.config import DeltaMatchConfig
 from hf_deltamatch.hf.layer_words import first_and_last
-from hf_deltamatch.hf.linear import HIGH_PRECISION, fp8_linears, linear_modules, plan_linears
+from hf_deltamatch.hf.linear import (
+    HIGH_PRECISION,
+    fp8_linears,
+    linear_modules,
+    plan_linears,
+    recipe_of,
+)
 from hf_deltamatch.hf.modules import (
     Patterns,
     attention_modules,
@@ -22,7 +28,8 @@ from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
 
 class Running(NamedTuple):
-    """The recipe of every attention module and every linear, by name; None is not ours."""
+    """The recipe of every attention module and of every linear and fused experts module, by name;
+    None is not ours."""
 
     attention: dict[str, AttentionRecipe | None]
     linear: dict[str, LinearRecipe | None]
@@ -39,7 +46,7 @@ def running(model: nn.Module) -> Running:
             n: choice_of(m).recipe if is_ours(m) else None
             for n, m in attention_modules(model).items()
         },
-        {n: fp8[n].fp8_recipe if n in fp8 else None for n in linear_modules(model)},
+        {n: recipe_of(fp8[n]) if n in fp8 else None for n in linear_modules(model)},
     )
 
 

@@ -55,13 +55,17 @@ def _(x, weight, bias, save_input, recipe, backend):
     output = x.new_empty(x.shape[0], weight.shape[0])
     if not save_input:
         return output, x.new_empty(0), x.new_empty(0)
-    decoded = LinearRecipe.decode(recipe)
-    if backend == "triton":
-        shape, descale = _kernels().saved_shapes(*x.shape, decoded)
-    else:
-        shape, descale = x.shape, decoded.token_block.descale_shape(*x.shape)
+    shape, descale = saved_shapes(*x.shape, recipe, backend)
     payload = x.new_empty(shape, dtype=torch.float8_e4m3fn)
     return output, payload, x.new_empty(descale, dtype=torch.float32)
+
+
+def saved_shapes(tokens: int, n_in: int, recipe: str, backend: str) -> tuple[tuple, tuple]:
+    """Shapes of the FP8 input that :func:`linear_fwd` saves, and of its descale."""
+    decoded = LinearRecipe.decode(recipe)
+    if backend == "triton":
+        return _kernels().saved_shapes(tokens, n_in, decoded)
+    return (tokens, n_in), decoded.token_block.descale_shape(tokens, n_in)
 
 
 @define_op
@@ -151,6 +155,25 @@ def _(dy, x, dtype, backend):
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
 
+def gradients(
+    dy: Tensor, weight: Tensor, saved: tuple[Tensor, ...], wants: tuple[bool, bool], hp: bool,
+    recipe: str, backend: str,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """grad_input and grad_weight, each None where it is not wanted; ``saved`` is the FP8 input and
+    its descale, or with ``hp`` the input itself."""
+    wants_dx, wants_dw = wants
+    if wants_dx and wants_dw and not hp and backend == "triton":
+        return linear_bwd(dy, weight, *saved, weight.dtype, recipe, backend)
+    dx = dw = None
+    if wants_dx:
+        dx = linear_bwd_input(dy, weight, recipe, backend)
+    if wants_dw and hp:
+        dw = linear_bwd_weight_hp(dy, *saved, weight.dtype, backend)
+    elif wants_dw:
+        dw = linear_bwd_weight(dy, *saved, weight.shape[1], weight.dtype, recipe, backend)
+    return dx, dw
+
+
 class LinearFunction(torch.autograd.Function):
     """Saves and forwards; ``x [tokens, in]``."""
 
@@ -172,19 +195,9 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_double_backward("fp8_linear")
         weight, *saved = ctx.saved_tensors
-        recipe, backend = ctx.options
-        dx = dw = db = None
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        if wants_dx and wants_dw and not ctx.hp and backend == "triton":
-            dx, dw = linear_bwd(dy, weight, *saved, weight.dtype, recipe, backend)
-        else:
-            if wants_dx:
-                dx = linear_bwd_input(dy, weight, recipe, backend)
-            if wants_dw and ctx.hp:
-                dw = linear_bwd_weight_hp(dy, *saved, weight.dtype, backend)
-            elif wants_dw:
-                options = (weight.shape[1], weight.dtype, recipe, backend)
-                dw = linear_bwd_weight(dy, *saved, *options)
+        db = None
+        dx, dw = gradients(dy, weight, saved, (wants_dx, wants_dw), ctx.hp, *ctx.options)
         if wants_db:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
@@ -224,12 +237,12 @@ def fp8_linear(
     if bias is not None:
         require_tensors("fp8_linear", bias=bias)
     autocast = autocast_dtype(x)
-    _validate(x, weight, bias, autocast is not None)
+    check_linear("fp8_linear", x, weight, bias, autocast is not None)
     if autocast is not None:
         x = x.to(autocast)
     chosen = choose("linear", x.device, backend)
     if chosen == "triton":
-        refuse_unsupported("linear", _unsupported(recipe.encoded, x.device))
+        refuse_unsupported("linear", unsupported(recipe.encoded, x.device))
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
     output = LinearFunction.apply(
@@ -241,40 +254,39 @@ def fp8_linear(
 
 
 @torch.compiler.assume_constant_result
-def _unsupported(recipe: str, device: torch.device) -> str | None:
+def unsupported(recipe: str, device: torch.device) -> str | None:
     """A fact of the machine and the recipe: not for torch.compile to trace. Takes the encoded
     recipe: torch 2.11 makes no constant of a dataclass."""
     return kernels.unsupported_linear(LinearRecipe.decode(recipe), device)
 
 
-def _validate(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
+def check_linear(what: str, x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or 0 in weight.shape:
         raise ValueError(
-            f"fp8_linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; x is "
+            f"{what}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; x is "
             "[..., in] and weight [out, in], both at least 1."
         )
     allowed = HIGH_PRECISION
     if x.dtype not in allowed or weight.dtype not in allowed:
         raise ValueError(
-            f"fp8_linear: x is {x.dtype}, weight {weight.dtype}; both must be one of "
+            f"{what}: x is {x.dtype}, weight {weight.dtype}; both must be one of "
             f"{', '.join(str(d) for d in allowed)} (high precision: the op quantises)."
         )
     if x.dtype != weight.dtype and not autocast:
         raise ValueError(
-            f"fp8_linear: x is {x.dtype}, weight {weight.dtype}; cast one of them, or run under "
+            f"{what}: x is {x.dtype}, weight {weight.dtype}; cast one of them, or run under "
             "torch.autocast."
         )
     if bias is not None and (bias.shape != (weight.shape[0],) or bias.dtype not in allowed):
         raise ValueError(
-            f"fp8_linear: bias is {bias.dtype} {tuple(bias.shape)}; it must be [out] = "
+            f"{what}: bias is {bias.dtype} {tuple(bias.shape)}; it must be [out] = "
             f"({weight.shape[0]},), one of {', '.join(str(d) for d in allowed)}."
         )
     if bias is not None and bias.device != weight.device:
         raise ValueError(
-            f"fp8_linear: bias is on {bias.device}, weight on {weight.device}; move them to one "
-            "device."
+            f"{what}: bias is on {bias.device}, weight on {weight.device}; move them to one device."
         )
     if x.device != weight.device:
         raise ValueError(
-            f"fp8_linear: x is on {x.device}, weight on {weight.device}; move them to one device."
+            f"{what}: x is on {x.device}, weight on {weight.device}; move them to one device."
         )
