@@ -128,7 +128,12 @@ def test_config_json(saved, tmp_path: Path) -> None:
         "quant_method": "delta_matching",
         "format_version": 1,
         "attention": attention,
-        "linear": {"scaling": "blockwise", "descale": "fp32", "grad_format": "e4m3"},
+        "linear": {
+            "scaling": "blockwise",
+            "descale": "fp32",
+            "grad_format": "e4m3",
+            "grad_weight_hp": False,
+        },
         "modules_to_not_convert": ["*.down_proj"],
         "layers": {
             "model.layers.1": {
