@@ -34,7 +34,7 @@ from hf_deltamatch import training as tr
 from hf_deltamatch.diagnostics import Monitor
 from hf_deltamatch.environment import environment
 from hf_deltamatch.training import state as st
-from hf_deltamatch.training.metrics import MetricsFile
+from hf_deltamatch.training.metrics import MetricsFile, read_metrics
 from hf_deltamatch.training.options import Options, parse_options
 from hf_deltamatch.training.samplers import Sampler, padded_share, share
 
@@ -59,7 +59,9 @@ def make_accelerator(o: Options) -> Accelerator:
     on_gpu = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device.type == "cuda"
     precision = {"auto": "bf16" if on_gpu else "no"}.get(o.precision, o.precision)
     tracker = None if o.tracker == "none" else o.tracker
-    return Accelerator(mixed_precision=precision, log_with=tracker, project_dir=o.output)
+    # TensorBoard adds the name of the run, which is the output folder's.
+    where = Path(o.output).parent
+    return Accelerator(mixed_precision=precision, log_with=tracker, project_dir=where)
 
 
 class Training:
@@ -218,10 +220,12 @@ def train(o: Options, accelerator: Accelerator, model, tokenizer, sampler, held_
         log(f"going on after step {t.step} from {start}")
     if o.tracker != "none":
         accelerator.init_trackers(output.name)
-    metrics = MetricsFile(output / "metrics.jsonl", t.step) if accelerator.is_main_process else None
+    file = output / "metrics.jsonl"
+    metrics = MetricsFile(file, t.step) if accelerator.is_main_process else None
     shown = accelerator.is_main_process
     bar = tqdm(total=o.steps, initial=t.step, unit="step", dynamic_ncols=True, disable=not shown)
-    numbers = {}
+    # A run that had all its steps keeps its last numbers.
+    numbers = next((r for r in read_metrics(file)[::-1] if r.pop("step") == t.step), {})
     while t.step < o.steps:
         numbers = t.train_step()
         now, end = t.step, t.step == o.steps
@@ -267,6 +271,9 @@ def finish(t: Training, tokenizer, numbers: dict) -> None:
         where = {"processes": t.accelerator.num_processes, "environment": environment()}
         facts = {"options": t.run, "steps": t.step, **where, **numbers}
         (output / "results.json").write_text(json.dumps(facts, indent=2) + "\n")
+        losses = (f"{k} {numbers[k]:.3f}" for k in ("loss", "eval_loss") if numbers.get(k))
+        print(", ".join((f"step {t.step}", *losses)))
+        print(f"Written: {output / 'final'}, {output / 'results.json'}, {output / 'metrics.jsonl'}")
     t.accelerator.end_training()
 
 

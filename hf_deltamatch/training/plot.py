@@ -57,7 +57,7 @@ def plot(folders: list[Path], output: Path) -> list[str]:
         import matplotlib
     except ImportError as error:
         raise ValueError(
-            f'plot: matplotlib is missing ({error}). Install it with: pip install "hf-deltamatch[train]"'
+            f'matplotlib is missing ({error}). Install it with: pip install "hf-deltamatch[train]"'
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -67,7 +67,7 @@ def plot(folders: list[Path], output: Path) -> list[str]:
         rows = read_metrics(folder / "metrics.jsonl")
         if not rows:
             raise ValueError(
-                f"plot: {folder / 'metrics.jsonl'} has no numbers; name the output folder of a "
+                f"{folder / 'metrics.jsonl'} has no numbers; name the output folder of a "
                 "training run."
             )
         runs[folder] = rows
