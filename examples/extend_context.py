@@ -32,6 +32,7 @@ class ExtendOptions(Options):
     factor: float = 4.0
     """New context over old context."""
     rope: str = "base"
+    """``base`` (a larger base), ``yarn`` or ``linear``."""
     rope_theta: float | None = None
     """The new base; default: by ``factor``."""
     seq_len: int = 0

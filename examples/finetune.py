@@ -36,10 +36,10 @@ CHATML = (
 class FinetuneOptions(Options):
     messages_column: str = "messages"
     lora_rank: int = 0
-    """0 trains all weights."""
+    """Of LoRA's adapter; 0 trains all weights."""
     lora_alpha: float = 32.0
     lora_targets: str = "all-linear"
-    """Or names of modules, separated by commas."""
+    """``all-linear``, or names of modules separated by commas."""
     merge: bool = aside(True)
     """Also save the model with the adapter merged into it."""
     lr: float = 2e-5

@@ -299,6 +299,21 @@ def test_options_that_do_not_fit(arguments, words, capsys) -> None:
     assert words in capsys.readouterr().err
 
 
+def test_help_says_what_each_option_is(capsys) -> None:
+    import extend_context  # options of its own, and those of every script
+
+    with pytest.raises(SystemExit):
+        extend_context.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "--linear VALUE Recipe of FP8 linears",
+        "--batch-size VALUE Sequences per step, over all processes. (default: 8)",
+        "--factor VALUE New context over old context. (default: 4.0)",
+        "--betas VALUE Of AdamW. (default: [0.9, 0.95])",
+    ):
+        assert words in text
+
+
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("pretrain*.yaml")), ids=str)
 def test_committed_configs_are_valid(path: Path) -> None:
     o = pretrain.parse_options(pretrain.Options, ["--config", str(path)], "")

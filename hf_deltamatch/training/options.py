@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,13 +42,17 @@ class Options:
     linear: str | None = None
     """Recipe of FP8 linears, as ``blockwise``; null keeps them in high precision."""
     block: str = "128xD"
+    """What shares a scale in FP8 attention: ``128xD``, ``1xD`` or ``mx``."""
     backend: str | None = None
+    """Of the FP8 ops, by name; default: by device, as ``hf-deltamatch env`` says."""
     data: str = "stdlib"
     """``stdlib`` (the running Python's own source), a local file or folder, or a hub name."""
     data_config: str | None = None
+    """Configuration of a data set of the hub."""
     split: str = "train"
     text_column: str = "text"
     streaming: bool = False
+    """Read the data set as a stream, never whole."""
     documents: str = "separate"
     """``separate``: documents packed into a row do not see each other; ``joined``: they do."""
     held_out: int = 16
@@ -52,20 +60,29 @@ class Options:
     eval_rows: int = aside(64)
     """At most so many rows of them."""
     seq_len: int = 1024
+    """Tokens of a row."""
     batch_size: int = 32
     """Sequences per step, over all processes."""
     micro_batch: int = 8
     """Sequences per forward and process."""
     steps: int = 1000
     lr: float = 3e-4
+    """The largest learning rate."""
     warmup: int = 100
+    """Steps of linear growth to it."""
     schedule: str = "cosine"
+    """``cosine``, ``wsd`` (constant, then a linear decay) or ``constant``."""
     floor: float = 0.1
+    """Last learning rate, as a share of the largest."""
     decay: float = 0.2
+    """Share of the steps in which ``wsd`` decays."""
     optimizer: str = "adamw"
+    """``adamw``, or ``muon`` for the matrices between embedding and head."""
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Of AdamW."""
     clip: float = 1.0
+    """Largest gradient norm."""
     seed: int = 0
     precision: str = "auto"
     """``bf16``, ``no``, or ``auto``: BF16 autocast on a GPU. Weights are FP32."""
@@ -76,9 +93,12 @@ class Options:
     max_skipped: int = aside(10)
     """Stop after so many steps in a row that are not finite."""
     eval_every: int = aside(100)
+    """Steps between evaluations."""
     log_every: int = aside(10)
     save_every: int = aside(200)
+    """Steps between checkpoints."""
     keep: int = aside(3)
+    """So many checkpoints, the newest, are kept."""
     monitor_every: int = aside(200)
     """Steps between looks at the attention's numerics; 0 for none."""
     tracker: str = aside("tensorboard")
@@ -89,6 +109,7 @@ class Options:
     peak_flops: float | None = aside(None)
     """Of one device, for MFU; default: a table by its name."""
     output: str = aside("runs/pretrain")
+    """Folder of the run."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -109,8 +130,8 @@ class Options:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         if self.model is None:
             raise ValueError(
-                "`model` is missing; give a mapping with `model_type` in the YAML file, or a path or "
-                "hub name."
+                "`model` is missing; name a YAML file with --config (examples/configs/ has some), or "
+                "a path or hub name with --model."
             )
 
     def identity(self) -> dict:
@@ -134,12 +155,17 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
     Exits with a message for what does not fit.
     """
     parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [-h] [--config FILE] [--OPTION VALUE ...]",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    helps = field_docs(kind)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the keys below")
     for f in fields(kind):
-        default = "" if f.default in (MISSING, None) else f"default: {f.default}"
-        parser.add_argument(f"--{f.name.replace('_', '-')}", metavar="VALUE", help=default)
+        value = f.default if f.default_factory is MISSING else f.default_factory()
+        default = "" if value is None else f"(default: {value})"
+        text = f"{helps.get(f.name, '')} {default}".strip().replace("%", "%%")
+        parser.add_argument(f"--{f.name.replace('_', '-')}", metavar="VALUE", help=text)
     args = vars(parser.parse_args(argv))
     config = args.pop("config")
     try:
@@ -148,6 +174,18 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
         return kind(**checked(kind, values))
     except (ValueError, OSError, yaml.YAMLError) as error:
         parser.error(f"{config or 'options'}: {error}")
+
+
+def field_docs(kind: type[Options]) -> dict[str, str]:
+    """The text below each field, in the class and in those that it extends."""
+    found = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+        for a, b in pairwise(body):
+            text = b.value if isinstance(b, ast.Expr) else None
+            if isinstance(a, ast.AnnAssign) and isinstance(text, ast.Constant):
+                found[a.target.id] = " ".join(text.value.replace("``", "").split())
+    return found
 
 
 def read_yaml(path: Path) -> dict:
