@@ -191,7 +191,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
         return f"It must match from the first component: write '*.{pattern}' (as in {names[0]})."
     every = dict.fromkeys(p for n in names for p in _with_parents(n))
     near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.0)
-    return f"The nearest names are {', '.join(near)}; names look like {names[0]}."
+    return f"The nearest names are {', '.join(near)}; names look like {max(names, key=len)}."
 
 
 def check_backend(what: str, backend: str | None) -> None:

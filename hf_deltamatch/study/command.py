@@ -32,7 +32,12 @@ def add_parser(commands) -> None:
     add("--output", type=Path, metavar="FOLDER", help="default: runs/NAME")
     add("--only", nargs="+", metavar="WORDS", help="runs whose name has all of these words")
     add("--shard", metavar="I/N", help="every N-th run, from the I-th on")
-    add("--workers", type=int, metavar="N", help="runs at once on each device")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="runs at once on each device (default: by FILE; on a CPU 1)",
+    )
     add("--devices", nargs="+", metavar="DEVICE", help="default: all CUDA devices, else cpu")
     add("--backend", help="FP8 backend by name (default: by device)")
     add(
@@ -53,7 +58,10 @@ def run_command(args: argparse.Namespace) -> int:
 
     study = load_study(args.file)
     runs = select(study, args.only, args.shard)
-    workers = study.runtime["workers"] if args.workers is None else args.workers
+    devices = pool.devices_of(args.devices)
+    # The file's number is for GPUs; processes on a CPU only take each other's cores.
+    by_file = 1 if devices == ["cpu"] else study.runtime["workers"]
+    workers = by_file if args.workers is None else args.workers
     if workers < 1:
         raise ValueError(f"--workers is {workers}; it must be at least 1.")
     folder = args.output or Path("runs") / study.name
@@ -67,7 +75,6 @@ def run_command(args: argparse.Namespace) -> int:
     missing = [run for run in runs if not done(run)]
     if missing and not args.report_only:
         graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
-        devices = pool.devices_of(args.devices)
         load_corpus(**study.corpus)  # says here, and once, what is wrong with it
         say = lambda text: print(text, flush=True)
         say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")
@@ -86,5 +93,7 @@ def run_command(args: argparse.Namespace) -> int:
         rows = pool.read_rows(folder)
     found = report.write_report(study, rows, folder)
     print(report.to_markdown(found), flush=True)
-    print(f"Written: {folder}/report.md, report.json, runs.jsonl")
+    written = ("report.md", "report.json", "report.png", "runs.jsonl")
+    there = ", ".join(name for name in written if (folder / name).exists())
+    print(f"Written: {folder}/: {there}")
     return 0 if all(done(run) for run in runs) else 1
