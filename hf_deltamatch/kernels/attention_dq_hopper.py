@@ -90,7 +90,7 @@ def _step(
     dp = warpgroup_mma(do, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP:
-        cap = tanh(s * (f * (softmax_scale / softcap)))
+        cap = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(cap * (softcap * LOG2E) - lse2[:, None])
     else:
         p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[:, None])
