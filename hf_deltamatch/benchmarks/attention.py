@@ -115,7 +115,7 @@ def bench_shape(
         if rows[name]["ours"]:
             rows[name]["kernels_ms"] = found = timing.kernel_times(calls[name, "fwd_bwd"])
             rows[name]["quantize_ms"] = timing.quantize_ms(found)
-    _add_rates(rows, shape, peak)
+    tables.add_rates(rows, shape.flops, 3.5 * shape.flops, peak)
     return rows
 
 
@@ -141,18 +141,6 @@ def _both(forward: baselines.Attention, inputs: tuple[Tensor, ...]) -> tuple[Ten
     """``o, dq, dk, dv``."""
     o = forward(*inputs[:3])
     return (o, *torch.autograd.grad(o, inputs[:3], inputs[3]))
-
-
-def _add_rates(rows: dict[str, dict[str, Any]], shape: Shape, peak: float) -> None:
-    timed = [row for row in rows.values() if "failed" not in row]
-    for part, factor in (("fwd", 1.0), ("fwd_bwd", 3.5)):
-        best = min((row[f"{part}_ms"] for row in timed if row["bf16"]), default=None)
-        for row in timed:
-            ms = row[f"{part}_ms"]
-            row[f"{part}_tflops"] = factor * shape.flops / ms / 1e9
-            row[f"{part}_speedup"] = None if best is None else best / ms
-    for row in timed:
-        row["share_of_fp8_peak"] = row["fwd_bwd_tflops"] / peak
 
 
 COLUMNS = (

@@ -166,7 +166,7 @@ def bench_linear_shape(
             rows[name] |= linear_parts.add_up(
                 same or linear_parts.time_parts(inputs, recipe), bandwidth
             )
-    _add_rates(rows, shape, peak)
+    tables.add_rates(rows, shape.flops, 3 * shape.flops, peak)
     return rows
 
 
@@ -182,18 +182,6 @@ def _ours(name: str, device: torch.device | str) -> Linear:
         raise Absent(reason)
     ours = lambda x, weight: fp8_linear(x, weight, None, recipe, "triton")
     return linear_baselines.compiled(ours) if is_compiled else ours
-
-
-def _add_rates(rows: tables.Rows, shape: LinearShape, peak: float) -> None:
-    timed = [row for row in rows.values() if "failed" not in row]
-    for part, products in (("fwd", 1), ("fwd_bwd", 3)):
-        best = min((row[f"{part}_ms"] for row in timed if row["bf16"]), default=None)
-        for row in timed:
-            ms = row[f"{part}_ms"]
-            row[f"{part}_tflops"] = products * shape.flops / ms / 1e9
-            row[f"{part}_speedup"] = None if best is None else best / ms
-    for row in timed:
-        row["share_of_fp8_peak"] = row["fwd_bwd_tflops"] / peak
 
 
 COLUMNS = (

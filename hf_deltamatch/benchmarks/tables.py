@@ -33,6 +33,24 @@ def failures(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def add_rates(rows: Rows, forward: float, both: float, peak: float) -> None:
+    """TFLOP/s, speed-up over the best BF16 row and share of ``peak`` (TFLOP/s), of the rows that were
+    timed.
+
+    Args:
+        forward, both: operations of a forward, and of one with its backward.
+    """
+    timed = [row for row in rows.values() if "failed" not in row]
+    for part, operations in (("fwd", forward), ("fwd_bwd", both)):
+        best = min((row[f"{part}_ms"] for row in timed if row["bf16"]), default=None)
+        for row in timed:
+            ms = row[f"{part}_ms"]
+            row[f"{part}_tflops"] = operations / ms / 1e9
+            row[f"{part}_speedup"] = None if best is None else best / ms
+    for row in timed:
+        row["share_of_fp8_peak"] = row["fwd_bwd_tflops"] / peak
+
+
 def format_rows(title: str, rows: Rows, columns: Iterable[tuple[str, str, str]]) -> str:
     """One table; a column is a head, a key of the rows and a format."""
     columns = list(columns)

@@ -22,7 +22,7 @@ import torch
 
 from hf_deltamatch.environment import environment
 from hf_deltamatch.study.corpus import load_corpus
-from hf_deltamatch.study.run import GraphError, train
+from hf_deltamatch.study.run import GraphError, identity, train
 from hf_deltamatch.study.spec import Run
 
 RESULTS = "runs.jsonl"
@@ -168,16 +168,7 @@ def _line(row: dict) -> str:
 
 
 def _failed_row(run: Run, error: str) -> dict:
-    return {
-        "key": run.key,
-        "name": run.name,
-        "setting": run.setting,
-        "arm": run.arm,
-        "seed": run.seed,
-        "config": run.config,
-        "status": "failed",
-        "error": error,
-    }
+    return {**identity(run), "status": "failed", "error": error}
 
 
 def _work(

@@ -157,10 +157,11 @@ def train(
             row = _loop(trainer, graph, progress)
     else:
         row = _loop(trainer, graph, progress)
-    return {**_identity(run), **row, "corpus": corpus.facts}
+    return {**identity(run), **row, "corpus": corpus.facts}
 
 
-def _identity(run: Run) -> dict:
+def identity(run: Run) -> dict:
+    """What every row of ``runs.jsonl`` says of its run."""
     return {
         "key": run.key,
         "name": run.name,
