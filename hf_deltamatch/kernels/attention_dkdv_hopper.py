@@ -42,6 +42,7 @@ from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
 BLOCK_M = 64
 BLOCK_D = 128
+PP = 0
 
 
 @gluon.jit
@@ -51,7 +52,7 @@ def _produce(
     STEP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """K and V of this program once, then the query tiles of every query head, in visiting order."""
-    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn = stages
     mbarrier.expect(kv_ready, 4 * ROWS * BLOCK_D)
     for w in gl.static_range(2):
         async_load(k_desc, [key_token + w * ROWS, 0], kv_ready, k_s.index(w))
@@ -77,14 +78,14 @@ def _produce(
 
 @gluon.jit
 def _step(
-    i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
+    w: gl.constexpr, PP: gl.constexpr, i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries, the i-th that this warpgroup sees; tuples as in ``_consume``."""
     k, v, k_tile, v_tile = own
-    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn = stages
     lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr = pointers
     q_base, q_slot, Tq, offset = queries
     Tk, k_base, T_queries, T_keys, stride_stat, slots_q, window, softmax_scale, softcap = sizes
@@ -102,10 +103,16 @@ def _step(
     rows = start + gl.arange(0, BLOCK_M, by_query)
     lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + rows)[None, :]
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    if PP == 1:
+        mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PP == 1:
+        mbarrier.arrive(turn.index(1 - w))
     f = k_tile * q_tile
     s = warpgroup_mma_wait(1, deps=[s])
+    if PP == 2:
+        mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     if SOFTCAP:
         t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(t * (softcap * LOG2E) - lse2)
@@ -147,6 +154,8 @@ def _step(
     e = pow2_exponent(gl.max(gl.abs(ds), 1))
     back_k = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(q_tile)
     ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
+    if PP == 2:
+        mbarrier.arrive(turn.index(1 - w))
     dv = add_product(dv, p8, dot_s.index(stage), back_v)
     dk = add_product(dk, ds8, qt_s.index(stage), back_k)
     mbarrier.arrive(empty.index(stage))
@@ -155,7 +164,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+    w: gl.constexpr, PP: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
     v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
     queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
@@ -193,7 +202,7 @@ def _consume(
     for t in range(edge):
         for group in range(G):
             dk, dv = _step(
-                i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                 reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                 True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
             )  # fmt: skip
@@ -202,7 +211,7 @@ def _consume(
         for t in range(edge, edge + inner):
             for group in range(G):
                 dk, dv = _step(
-                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                     reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                     False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -210,7 +219,7 @@ def _consume(
         for t in range(edge + inner, tiles):
             for group in range(G):
                 dk, dv = _step(
-                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                     reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                     True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -231,7 +240,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     stride_mb,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PP: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
     kv = gl.program_id(1)
@@ -280,19 +289,22 @@ def _attention_bwd_dkdv_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn)
     pointers = (lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr)
     queries = (q_base, q_slot, q_len, offset)
     gl.warp_specialize([
         (_consume, (
-            0, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            0, PP, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
             mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
             Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
             stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
             SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_consume, (
-            1, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            1, PP, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
             mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
             Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
             stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
@@ -348,5 +360,5 @@ def dkdv_hopper(
         do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
         STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=BLOCK_D, BLOCK_M=BLOCK_M,
-        STAGES=4, num_warps=4, **flags,
+        STAGES=4, PP=PP, num_warps=4, **flags,
     )  # fmt: skip

@@ -34,6 +34,7 @@ from hf_deltamatch.kernels.hopper import (
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
 BLOCK_N = 128
+PP = {True: 0, False: 0}
 STAGES = {True: 4, False: 3}
 """Key tiles in flight, for δ and for dQ."""
 
@@ -45,7 +46,7 @@ def _produce(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Q and dO of this program once, then the key tiles from the last one back."""
-    k_s, v_s, kt_s, full, empty = stages
+    k_s, v_s, kt_s, full, empty, turn = stages
     mbarrier.expect(q_ready, 4 * ROWS * BLOCK_D)
     for w in gl.static_range(2):
         async_load(q_desc, [token + w * ROWS, 0], q_ready, q_s.index(w))
@@ -65,14 +66,14 @@ def _produce(
 
 @gluon.jit
 def _step(
-    t, acc, sum_a, sum_b, start, own, rows, lse2, shifted, stages, pointers, sizes,
+    w: gl.constexpr, PP: gl.constexpr, t, acc, sum_a, sum_b, start, own, rows, lse2, shifted, stages, pointers, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr, DELTA: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys, the t-th; arguments as ``attention_dq._dq_tile``, tuples as in ``_consume``."""
     q, do, q_tile, do_tile = own
-    k_s, v_s, kt_s, full, empty = stages
+    k_s, v_s, kt_s, full, empty, turn = stages
     k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr = pointers
     Tq, Tk, all_keys, k_base, offset, window, softmax_scale, softcap = sizes
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -86,9 +87,15 @@ def _step(
     g = do_tile * gl.load(v_descale_ptr + start // 128)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
     mbarrier.wait(full.index(stage), (t // STAGES) & 1)
+    if PP == 1:
+        mbarrier.wait(turn.index(w), (t & 1) ^ (1 - w))
     s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(do, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PP == 1:
+        mbarrier.arrive(turn.index(1 - w))
     s = warpgroup_mma_wait(1, deps=[s])
+    if PP == 2:
+        mbarrier.wait(turn.index(w), (t & 1) ^ (1 - w))
     if SOFTCAP:
         cap = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(cap * (softcap * LOG2E) - lse2[:, None])
@@ -117,6 +124,8 @@ def _step(
         else:  # every row sees the tile, so one factor after the sum will do
             sum_a += gl.sum(p * dp, 1) * g
         sum_b += gl.sum(p, 1)
+        if PP == 2:
+            mbarrier.arrive(turn.index(1 - w))
     else:
         dp = dp * g
         if MASKED:
@@ -133,6 +142,8 @@ def _step(
         e = pow2_exponent(gl.max(gl.abs(ds), 1))
         back = gl.convert_layout(exp2_int(e), by_row, assert_trivial=True) * nan_to_zero(k_tile)
         ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
+        if PP == 2:
+            mbarrier.arrive(turn.index(1 - w))
         acc = add_product(acc, ds8, kt_s.index(stage), back)
         mbarrier.arrive(empty.index(stage))
     return acc, sum_a, sum_b
@@ -140,7 +151,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
+    w: gl.constexpr, PP: gl.constexpr, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
     do_descale_ptr, sinks_ptr, first, bh, h, q_base, slot, stat, tiles, sizes, all_queries, D,
     stride_dqt,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -177,20 +188,20 @@ def _consume(
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
         acc, sum_a, sum_b = _step(
-            t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages, pointers,
+            w, PP, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages, pointers,
             sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
         )  # fmt: skip
     if MASK == 0:
         for t in range(hi - full_hi, hi - full_lo):
             acc, sum_a, sum_b = _step(
-                t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
+                w, PP, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
                 pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA, STORE_DS, BLOCK_D,
                 BLOCK_N, STAGES,
             )  # fmt: skip
     if WINDOW and MASK == 0:
         for t in range(hi - full_lo, hi - lo):
             acc, sum_a, sum_b = _step(
-                t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
+                w, PP, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
                 pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D,
                 BLOCK_N, STAGES,
             )  # fmt: skip
@@ -221,6 +232,7 @@ def _attention_bwd_dq_hopper_kernel(
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, DELTA: gl.constexpr,
     STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PP: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dq._attention_bwd_dq_kernel`."""
     slot = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest causal rows first
@@ -259,7 +271,10 @@ def _attention_bwd_dq_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    stages = (k_s, v_s, kt_s, full, empty)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    stages = (k_s, v_s, kt_s, full, empty, turn)
     own_slot = bh * slots_q + q_slot + first // 128
     k_descale_ptr += kv * slots_k + k_slot
     v_descale_ptr += kv * slots_k + k_slot
@@ -273,12 +288,12 @@ def _attention_bwd_dq_hopper_kernel(
     dq_ptr += b.to(gl.int64) * stride_dqb + h.to(gl.int64) * stride_dqh
     gl.warp_specialize([
         (_consume, (
-            0, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
+            0, PP, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
             sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D, stride_dqt, CAUSAL,
             WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
         )),
         (_consume, (
-            1, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
+            1, PP, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
             sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D, stride_dqt, CAUSAL,
             WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
         )),
@@ -320,5 +335,5 @@ def dq_hopper(
         x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides[:2],
         SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta, STORE_DS=ds is not None,
-        BLOCK_D=BD, BLOCK_N=BLOCK_N, STAGES=STAGES[is_delta], num_warps=4, **flags,
+        BLOCK_D=BD, BLOCK_N=BLOCK_N, STAGES=STAGES[is_delta], PP=PP[is_delta], num_warps=4, **flags,
     )  # fmt: skip
