@@ -68,7 +68,7 @@ def has_hopper_dq(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
 
 def has_hopper_dkdv(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
     """True where the Hopper kernel computes dK and dV of ``128xD``, with the tiles of the other."""
-    return BLOCK_D == BLOCK_DV == 128 and capability_of(device) == (9, 0)
+    return BLOCK_D == BLOCK_DV and BLOCK_D in (64, 128) and capability_of(device) == (9, 0)
 
 
 def dkdv_configs(
