@@ -193,7 +193,7 @@ def test_fp8_linear_saved_tensors(recipe: LinearRecipe) -> None:
     assert kept.data_ptr() == weight.data_ptr() and kept.shape == weight.shape
     assert payload.dtype == torch.float8_e4m3fn and payload.shape == (260, 64)
     assert descale.dtype == torch.float32
-    assert descale.shape == recipe.token_block.descale_shape(260, 64)
+    assert descale.shape == recipe.token_blocks[1].descale_shape(260, 64)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

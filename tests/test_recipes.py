@@ -298,7 +298,7 @@ def test_attention_str_delta_and_projection() -> None:
             "blockwise (fp32 descales)",
             "x E4M3[blockwise_1x128], W E4M3[blockwise_128x128]",
             "dy E4M3[blockwise_1x128], W E4M3[blockwise_128x128]",
-            "dy E4M3[blockwise_128x1], x E4M3[blockwise_128x1]",
+            "dy E4M3[blockwise_128x1], x E4M3[blockwise_128x128]",
         ),
         (
             LinearRecipe("rowwise", "pow2", "e5m2"),

@@ -75,7 +75,7 @@ def dkdv_configs(
     BLOCK_D: int, BLOCK_DV: int, device: torch.device
 ) -> list[tuple[Config, bool, bool]]:
     """One launch for dK and dV, or one each: ``(config, wants_dk, wants_dv)``."""
-    if max(BLOCK_D, BLOCK_DV) <= 64:
+    if max(BLOCK_D, BLOCK_DV) <= 64 and not has_hopper_dkdv(BLOCK_D, BLOCK_DV, device):
         return [(Config(128, 64, 4, 2), True, True)]
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]

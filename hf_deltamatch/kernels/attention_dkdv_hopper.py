@@ -42,7 +42,8 @@ from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
 QUERIES = {64: 64, 128: 64}
 """Queries of a tile by padded head dimension, as in ``attention_config.dkdv_configs``."""
-PP = 0
+TURNS = {64: "elements", 128: "none"}
+"""What the two warpgroups do in turns (see ``hopper.py``), measured: D64 4.69 ms, none 5.00."""
 
 
 @gluon.jit
@@ -78,7 +79,7 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, PP: gl.constexpr, i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
+    w: gl.constexpr, TURNS: gl.constexpr, i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -103,15 +104,15 @@ def _step(
     rows = start + gl.arange(0, BLOCK_M, by_query)
     lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + rows)[None, :]
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if PP == 1:
+    if TURNS == "products":
         mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if PP == 1:
+    if TURNS == "products":
         mbarrier.arrive(turn.index(1 - w))
     f = k_tile * q_tile
     s = warpgroup_mma_wait(1, deps=[s])
-    if PP == 2:
+    if TURNS == "elements":
         mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     if SOFTCAP:
         t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
@@ -154,7 +155,7 @@ def _step(
     e = pow2_exponent(gl.max(gl.abs(ds), 1))
     back_k = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(q_tile)
     ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
-    if PP == 2:
+    if TURNS == "elements":
         mbarrier.arrive(turn.index(1 - w))
     dv = add_product(dv, p8, dot_s.index(stage), back_v)
     dk = add_product(dk, ds8, qt_s.index(stage), back_k)
@@ -164,7 +165,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, PP: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+    w: gl.constexpr, TURNS: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
     v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
     queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
@@ -188,21 +189,18 @@ def _consume(
         position = gl.load(mask_ptr + keys, mask=keys < k_len, other=-1)
         reach = gl.load(mask_ptr + Tk + keys, mask=keys < k_len, other=0)
     slot = kv * slots_k + k_slot + first // 128
-    own = (
-        k_s.index(w),
-        v_s.index(w),
-        gl.load(k_descale_ptr + slot),
-        gl.load(v_descale_ptr + slot),
-    )
+    k_tile = gl.load(k_descale_ptr + slot)
+    v_tile = gl.load(v_descale_ptr + slot)
     sizes = (k_len, k_base, Tq, Tk, stride_stat, slots_q, window, softmax_scale, softcap)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(kv_ready, 0)
+    own = (k_s.index(w), v_s.index(w), k_tile, v_tile)
     i = 0
     for t in range(edge):
         for group in range(G):
             dk, dv = _step(
-                w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                 reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                 True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
             )  # fmt: skip
@@ -211,7 +209,7 @@ def _consume(
         for t in range(edge, edge + inner):
             for group in range(G):
                 dk, dv = _step(
-                    w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                     reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                     False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -219,7 +217,7 @@ def _consume(
         for t in range(edge + inner, tiles):
             for group in range(G):
                 dk, dv = _step(
-                    w, PP, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
+                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
                     reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
                     True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -240,7 +238,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     stride_mb,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PP: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
     kv = gl.program_id(1)
@@ -297,14 +295,14 @@ def _attention_bwd_dkdv_hopper_kernel(
     queries = (q_base, q_slot, q_len, offset)
     gl.warp_specialize([
         (_consume, (
-            0, PP, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            0, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
             mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
             Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
             stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
             SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_consume, (
-            1, PP, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
+            1, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
             mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
             Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
             stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
@@ -362,5 +360,5 @@ def dkdv_hopper(
         do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
         STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=M,
-        STAGES=4, PP=PP, num_warps=4, **flags,
+        STAGES=4, TURNS=TURNS[D], num_warps=4, **flags,
     )  # fmt: skip

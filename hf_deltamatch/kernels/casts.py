@@ -61,6 +61,27 @@ def cast_fp8_words(x0, x1, x2, x3, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
+def cast_fp8_packed(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """As :func:`cast_fp8`, four elements of a thread (it must have as many) to one register."""
+    if SOFT_CAST:
+        return cast_fp8(x, E5M2, True)
+    else:
+        FORMAT: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 lo, hi; cvt.rn.satfinite."
+            + FORMAT
+            + ".f32 lo, $2, $1; cvt.rn.satfinite."
+            + FORMAT
+            + ".f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.float8e5 if E5M2 else tl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
 def _cast_e5m2(x, SOFT_CAST: tl.constexpr):
     if SOFT_CAST:
         return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)

@@ -1,6 +1,10 @@
 """What the Gluon kernels for Hopper share: TMA descriptors, register operands, coalesced stores.
 
 Gluon has no interpreter: these kernels are compared with the plain ones and the reference on a GPU.
+
+Two warpgroups of a program work on one tile each. ``TURNS``: left to themselves (``none``), or one
+starts its ``products`` after the other's, or computes the ``elements`` of its tile (what lies between
+the products) after the other's, so that the tensor cores work for one meanwhile.
 """
 
 from __future__ import annotations

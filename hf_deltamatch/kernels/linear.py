@@ -34,8 +34,9 @@ from hf_deltamatch.kernels.linear_quantize import (
 )
 from hf_deltamatch.recipes import LinearRecipe
 
-# Blocks of activations and gradients, and of weights, ``[outer, contracted]``.
-_BLOCKS = {"blockwise": (VECTOR, TILE_128), "rowwise": (ROW, ROW), "mx": (MX, MX)}
+# Blocks, ``[outer, contracted]``, of activations and gradients where features are contracted, of the
+# input where tokens are, and of weights.
+_BLOCKS = {"blockwise": (VECTOR, TILE_128, TILE_128), "rowwise": (ROW,) * 3, "mx": (MX,) * 3}
 
 
 def quantize(
@@ -43,9 +44,11 @@ def quantize(
 ) -> tuple[Operand, Operand]:
     """``what`` is ``x``, ``dy`` or ``weight``. What is not asked for is None."""
     fmt = FORMATS[recipe.grad_format if what == "dy" else "e4m3"].dtype
-    block = _BLOCKS[recipe.scaling][what == "weight"]
+    vector, saved, weight = _BLOCKS[recipe.scaling]
+    block = weight if what == "weight" else vector
+    across = saved if what == "x" else block
     pow2 = recipe.descale == "pow2"
-    return quantize_matrix(x, block, fmt, pow2, rows=rows, columns=columns)
+    return quantize_matrix(x, block, fmt, pow2, rows=rows, columns=columns, columns_block=across)
 
 
 def linear_fwd(
@@ -78,7 +81,7 @@ def linear_bwd(
 
 def saved_shapes(tokens: int, n_in: int, recipe: LinearRecipe) -> tuple[tuple, tuple]:
     """Shapes of payload and descale of the saved input: one byte an element, padded, tokens last."""
-    block = _BLOCKS[recipe.scaling][0]
+    block = _BLOCKS[recipe.scaling][1]
     return payload_shape(n_in, tokens), descale_shape(block, n_in, tokens)
 
 
@@ -86,7 +89,7 @@ def saved_input(
     payload: Tensor, descale: Tensor, tokens: int, n_in: int, recipe: LinearRecipe
 ) -> Operand:
     """The operand that :func:`linear_fwd` returned, from its tensors."""
-    return Operand(payload, descale, _BLOCKS[recipe.scaling][0], n_in, tokens)
+    return Operand(payload, descale, _BLOCKS[recipe.scaling][1], n_in, tokens)
 
 
 def gemm(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_deltamatch.formats import MX_BLOCK
 from hf_deltamatch.kernels.casts import (
     biased_exponent,
-    cast_fp8,
+    cast_fp8_packed,
     cast_fp8_words,
     exp2_int,
     inverse_exp2_int,
@@ -29,7 +29,7 @@ from hf_deltamatch.kernels.casts import (
 from hf_deltamatch.kernels.launch import SOFT_CAST
 
 TILE = 128
-PROGRAM = {"num_warps": 8}
+PROGRAM = {"num_warps": 4}
 """Launch options of the quantisers."""
 OUTER_ALIGN = 16
 """torch's scaled GEMM takes multiples of 16."""
@@ -128,58 +128,71 @@ def _scales(top, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr
 
 
 @triton.jit
-def _scaled(x, factor):
-    """``x · factor``, 0 in a block that is not finite (there ``x`` may be NaN)."""
-    return tl.where(factor == 0.0, 0.0, x * factor)
-
-
-@triton.jit
 def _magnitude(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _load_rows(x_ptr, first, first_column, j: tl.constexpr, R, C, stride_r, stride_c):
+def _words(x0, x1, x2, x3, factor, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """Four tensors times ``factor`` to the bytes of words, lowest first; 0 in a block that is not
+    finite (there ``x`` may be NaN)."""
+    words = cast_fp8_words(x0 * factor, x1 * factor, x2 * factor, x3 * factor, E5M2, SOFT_CAST)
+    return tl.where(factor == 0.0, 0, words)
+
+
+@triton.jit
+def _load_rows(
+    x_ptr, first, first_column, j: tl.constexpr, R, C, stride_r, stride_c, EVEN: tl.constexpr
+):
     """Rows ``first + 4i + j`` of a tile, FP32 ``[32, 128]``: four of them make one word each of the
-    transposed payload without leaving a thread."""
+    transposed payload without leaving a thread. ``EVEN``: the tile is whole."""
     r = first + 4 * tl.arange(0, 32) + j
     c = first_column + tl.arange(0, 128)
     at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if EVEN:
+        return tl.load(x_ptr + at).to(tl.float32)
+    else:
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _write_rows(
-    x, payload_ptr, descale_ptr, amax_ptr, tile_factor, first, column_tile, j: tl.constexpr,
+    x, top, tile_factor, payload_ptr, descale_ptr, amax_ptr, first, column_tile, j: tl.constexpr,
     outer, column_tiles,
     BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+    EVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One in four rows of a tile to ``rows``; ``outer`` is their padded number."""
+    """One in four rows of a tile to ``rows``; ``outer`` is their padded number, ``top`` holds the
+    bits of each row's largest magnitude. Not ``MASKED``: blocks that are not finite come out wrong."""
     r = first + 4 * tl.arange(0, 32) + j
-    live = r < outer
+    live = (r < outer) | EVEN
     if BLOCK == "128x128":
-        y = _scaled(x, tile_factor)
+        factor = tile_factor
     elif BLOCK == "1x32":
         top = tl.max(tl.reshape(_magnitude(x), [32, 4, 32]), 2)
-        descale, factor = _scales(top, E5M2, POW2, SOFT_CAST)
-        y = tl.reshape(_scaled(tl.reshape(x, [32, 4, 32]), factor[:, :, None]), [32, 128])
+        descale, block_factor = _scales(top, E5M2, POW2, SOFT_CAST)
+        factor = tl.reshape(tl.broadcast_to(block_factor[:, :, None], [32, 4, 32]), [32, 128])
         block = column_tile * 4 + tl.arange(0, 4)
         at = block.to(tl.int64)[None, :] * outer + r[:, None]
         tl.store(descale_ptr + at, descale, mask=live[:, None])
     elif BLOCK == "row":
-        descale, factor = _scales(tl.load(amax_ptr + r, mask=live, other=0), E5M2, POW2, SOFT_CAST)
-        y = _scaled(x, factor[:, None])
+        row_top = tl.load(amax_ptr + r, mask=live, other=0)
+        descale, row_factor = _scales(row_top, E5M2, POW2, SOFT_CAST)
+        factor = row_factor[:, None]
         if column_tile == 0:
             tl.store(descale_ptr + r, descale, mask=live)
     else:
-        descale, factor = _scales(tl.max(_magnitude(x), 1), E5M2, POW2, SOFT_CAST)
-        y = _scaled(x, factor[:, None])
+        descale, row_factor = _scales(top, E5M2, POW2, SOFT_CAST)
+        factor = row_factor[:, None]
         tl.store(descale_ptr + column_tile.to(tl.int64) * outer + r, descale, mask=live)
+    y = x * factor
+    if MASKED:  # 0, where it may be NaN
+        y = tl.where(factor == 0.0, 0.0, y)
     at = r.to(tl.int64)[:, None] * (column_tiles * 128) + column_tile * 128
     tl.store(
         payload_ptr + at + tl.arange(0, 128)[None, :],
-        cast_fp8(y, E5M2, SOFT_CAST),
+        cast_fp8_packed(y, E5M2, SOFT_CAST),
         mask=live[:, None],
     )
 
@@ -188,10 +201,11 @@ def _write_rows(
 def _column_factors(
     top, descale_ptr, amax_ptr, row_tile, first_column, outer,
     BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Factors of the columns of a tile, ``[1 or 32, 128]``; stores their descales."""
     c = first_column + tl.arange(0, 128)
-    live = c < outer
+    live = (c < outer) | EVEN
     if BLOCK == "row":
         descale, factor = _scales(tl.load(amax_ptr + c, mask=live, other=0), E5M2, POW2, SOFT_CAST)
         if row_tile == 0:
@@ -213,7 +227,8 @@ def _column_factors(
 def _quantize_matrix_kernel(
     x_ptr, rows_ptr, rows_descale_ptr, rows_amax_ptr, columns_ptr, columns_descale_ptr,
     columns_amax_ptr, R, C: tl.int32, row_tiles, column_tiles, stride_r, stride_c,
-    BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr, COLUMNS_BLOCK: tl.constexpr, POW2: tl.constexpr,
+    SOFT_CAST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x [R, C]`` to ``rows``, ``columns`` or both (None: not asked for)."""
     # C has a type, so that Triton knows it as a multiple of 16 but never as 1: then most columns
@@ -230,54 +245,79 @@ def _quantize_matrix_kernel(
     column_tile = pid % column_tiles
     first = row_tile * 128
     first_column = column_tile * 128
+    ROWS_TILE: tl.constexpr = ROWS_BLOCK == "128x128"
+    COLUMNS_TILE: tl.constexpr = COLUMNS_BLOCK == "128x128"
+    WHOLE_ROWS: tl.constexpr = ROWS_BLOCK == "row"  # what is not finite may lie in another tile
+    # Of a tile of its own columns, only the largest element of each row is ever needed.
+    BY_ROW: tl.constexpr = COLUMNS_TILE or not COLUMNS
     # Read once from memory: a second look, which finds the tile in L1, takes fewer registers than
     # keeping it does, and so leaves room for a second program.
-    top = tl.zeros([32, 128], tl.int32)
-    factor = 0.0
-    if BLOCK == "128x128":
+    LOOK_FIRST: tl.constexpr = (ROWS and ROWS_TILE) or (COLUMNS and not ROWS)
+    top = tl.zeros([32] if BY_ROW else [32, 128], tl.int32)
+    tile_factor = 0.0
+    if LOOK_FIRST:
         for j in tl.static_range(4):
-            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
-            top = tl.maximum(top, _magnitude(x))
-        descale, factor = _scales(tl.max(tl.max(top, 1), 0), E5M2, POW2, SOFT_CAST)
-        if ROWS:
-            row = (column_tiles + 3) // 4 * 4
-            tl.store(rows_descale_ptr + row_tile * row + column_tile, descale)
-        if COLUMNS:
-            row = (row_tiles + 3) // 4 * 4
-            tl.store(columns_descale_ptr + column_tile * row + row_tile, descale)
+            m = _magnitude(
+                _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN)
+            )
+            top = tl.maximum(top, tl.max(m, 1) if BY_ROW else m)
+        if ROWS_TILE or COLUMNS_TILE:
+            descale, tile_factor = _scales(_largest(top), E5M2, POW2, SOFT_CAST)
     if ROWS:
         outer = (R + 15) // 16 * 16
+        if ROWS_TILE:
+            row = (column_tiles + 3) // 4 * 4
+            tl.store(rows_descale_ptr + row_tile * row + column_tile, descale)
         for j in tl.static_range(4):
-            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
+            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN)
+            m = _magnitude(x)
+            row_top = tl.max(m, 1)
             _write_rows(
-                x, rows_ptr, rows_descale_ptr, rows_amax_ptr, factor, first, column_tile, j, outer,
-                column_tiles, BLOCK, E5M2, POW2, SOFT_CAST,
+                x, row_top, tile_factor, rows_ptr, rows_descale_ptr, rows_amax_ptr, first,
+                column_tile, j, outer, column_tiles, ROWS_BLOCK, E5M2, POW2, SOFT_CAST, EVEN, WHOLE_ROWS,
             )  # fmt: skip
-            if COLUMNS:
-                top = tl.maximum(top, _magnitude(x))
-    elif COLUMNS and BLOCK != "128x128":
-        for j in tl.static_range(4):
-            x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c)
-            top = tl.maximum(top, _magnitude(x))
+            if not LOOK_FIRST:
+                top = tl.maximum(top, row_top if BY_ROW else m)
+        # Rare: again, with a mask that costs as much as the cast.
+        if not WHOLE_ROWS and _largest(top) >= 0x7F800000:
+            tl.debug_barrier()
+            for j in tl.static_range(4):
+                x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN)
+                _write_rows(
+                    x, tl.max(_magnitude(x), 1), tile_factor, rows_ptr, rows_descale_ptr,
+                    rows_amax_ptr, first, column_tile, j, outer, column_tiles, ROWS_BLOCK, E5M2,
+                    POW2, SOFT_CAST, EVEN, True,
+                )  # fmt: skip
     if COLUMNS:
         outer_c = (C + 15) // 16 * 16
-        if BLOCK != "128x128":
+        if COLUMNS_TILE:
+            if not LOOK_FIRST:
+                descale, tile_factor = _scales(_largest(top), E5M2, POW2, SOFT_CAST)
+            row = (row_tiles + 3) // 4 * 4
+            tl.store(columns_descale_ptr + column_tile * row + row_tile, descale)
+            factor = tile_factor
+        else:
             factor = _column_factors(
-                top, columns_descale_ptr, columns_amax_ptr, row_tile, first_column, outer_c, BLOCK,
-                E5M2, POW2, SOFT_CAST,
+                top, columns_descale_ptr, columns_amax_ptr, row_tile, first_column, outer_c,
+                COLUMNS_BLOCK, E5M2, POW2, SOFT_CAST, EVEN,
             )  # fmt: skip
-        x0 = _load_rows(x_ptr, first, first_column, 0, R, C, stride_r, stride_c)
-        x1 = _load_rows(x_ptr, first, first_column, 1, R, C, stride_r, stride_c)
-        x2 = _load_rows(x_ptr, first, first_column, 2, R, C, stride_r, stride_c)
-        x3 = _load_rows(x_ptr, first, first_column, 3, R, C, stride_r, stride_c)
-        words = cast_fp8_words(
-            _scaled(x0, factor), _scaled(x1, factor), _scaled(x2, factor), _scaled(x3, factor),
-            E5M2, SOFT_CAST,
-        )  # fmt: skip
+        x0 = _load_rows(x_ptr, first, first_column, 0, R, C, stride_r, stride_c, EVEN)
+        x1 = _load_rows(x_ptr, first, first_column, 1, R, C, stride_r, stride_c, EVEN)
+        x2 = _load_rows(x_ptr, first, first_column, 2, R, C, stride_r, stride_c, EVEN)
+        x3 = _load_rows(x_ptr, first, first_column, 3, R, C, stride_r, stride_c, EVEN)
+        words = _words(x0, x1, x2, x3, factor, E5M2, SOFT_CAST)
         c = first_column + tl.arange(0, 128)
         at = c.to(tl.int64)[:, None] * (row_tiles * 32) + row_tile * 32 + tl.arange(0, 32)[None, :]
         out = columns_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(out + at, tl.trans(words), mask=(c < outer_c)[:, None])
+        tl.store(out + at, tl.trans(words), mask=((c < outer_c) | EVEN)[:, None])
+
+
+@triton.jit
+def _largest(top):
+    """Over all of ``top [32]`` or ``[32, 128]``."""
+    if len(top.shape) == 2:
+        top = tl.max(top, 0)
+    return tl.max(top, 0)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -294,7 +334,7 @@ def _tile_amax_kernel(
     top = tl.zeros([32, 128], tl.int32)
     for j in tl.static_range(4):
         m = _magnitude(
-            _load_rows(x_ptr, row_tile * 128, column_tile * 128, j, R, C, stride_r, stride_c)
+            _load_rows(x_ptr, row_tile * 128, column_tile * 128, j, R, C, stride_r, stride_c, False)
         )
         if rows_ptr is not None:
             r = row_tile * 128 + 4 * tl.arange(0, 32) + j
@@ -315,16 +355,21 @@ def quantize_matrix(
     *,
     rows: bool = False,
     columns: bool = False,
+    columns_block: str | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """``x [R, C]`` (FP32, BF16, FP16; any strides) as ``rows``, contracting C, and ``columns``,
-    contracting R; None for one not asked for. ``x`` is read once, twice with block ``row``."""
+    contracting R; None for one not asked for. ``columns_block``: of the columns, if another than
+    ``block``; 128x128 beside 1x128 or the other way round. ``x`` is read once, twice with ``row``."""
     R, C = x.shape
+    other = columns_block or block
     if x.stride(1) != 1 and x.stride(0) == 1:
         # Its transpose is what lies in rows: the same kernel, with the two outputs exchanged.
-        b, a = quantize_matrix(x.t(), block, fmt, pow2, rows=columns, columns=rows)
+        b, a = quantize_matrix(
+            x.t(), other, fmt, pow2, rows=columns, columns=rows, columns_block=block
+        )
         return a, b
     a = _empty(x, block, fmt, R, C) if rows else None
-    b = _empty(x, block, fmt, C, R) if columns else None
+    b = _empty(x, other, fmt, C, R) if columns else None
     row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
     grid = (row_tiles * column_tiles,)
     if grid[0] == 0 or not (rows or columns):
@@ -344,7 +389,8 @@ def quantize_matrix(
         *((None, None) if a is None else (a.payload, a.descale)), tops[0],
         *((None, None) if b is None else (b.payload, b.descale)), tops[1],
         R, C, row_tiles, column_tiles, *x.stride(),
-        BLOCK=block, POW2=pow2, SOFT_CAST=SOFT_CAST, **PROGRAM,
+        ROWS_BLOCK=block, COLUMNS_BLOCK=other, POW2=pow2, SOFT_CAST=SOFT_CAST,
+        EVEN=R % TILE == 0 and C % TILE == 0, **PROGRAM,
     )  # fmt: skip
     return a, b
 

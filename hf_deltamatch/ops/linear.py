@@ -1,7 +1,7 @@
 """Public FP8 linear: three GEMMs with FP8 operands, high-precision master weight.
 
-Saved for the backward: one byte per input element (FP8, quantised along tokens, with its descales:
-4 bytes per 128 elements for ``blockwise``), and the weight itself, which is quantised again. The
+Saved for the backward: one byte per input element (FP8, for the contraction over tokens, with its
+descales: 4 bytes per 128 x 128 elements for ``blockwise``), and the weight itself, which is quantised again. The
 high-precision input is kept only with ``grad_weight_hp``, in place of the FP8 one.
 
 Annotations are evaluated here (the op schemas are inferred from them).
@@ -65,7 +65,7 @@ def saved_shapes(tokens: int, n_in: int, recipe: str, backend: str) -> tuple[tup
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
         return _kernels().saved_shapes(tokens, n_in, decoded)
-    return (tokens, n_in), decoded.token_block.descale_shape(tokens, n_in)
+    return (tokens, n_in), decoded.token_blocks[1].descale_shape(tokens, n_in)
 
 
 @define_op

@@ -4,8 +4,7 @@
     grad_input  = dy W        dy along out_features, W along out_features
     grad_weight = dyᵀ x       both along tokens
 
-Every operand is quantised in blocks along the contraction (``LinearRecipe``), products and sums
-are FP32. ``x`` is kept for grad_weight as FP8, quantised from the high-precision ``x`` along tokens;
+Every operand is quantised in blocks (``LinearRecipe``), products and sums are FP32. ``x`` is kept for grad_weight as FP8, quantised from the high-precision ``x`` along tokens;
 with ``grad_weight_hp`` as it is, and that product is of unquantised operands.
 """
 
@@ -31,7 +30,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRec
 
 def linear_save_input(x: Tensor, recipe: LinearRecipe) -> Quantized:
     """``x [tokens, in]`` as grad_weight reads it."""
-    return quantize(x, E4M3, recipe.token_block, recipe.descale)
+    return quantize(x, E4M3, recipe.token_blocks[1], recipe.descale)
 
 
 def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: LinearRecipe) -> Tensor:
@@ -44,8 +43,8 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: LinearRecipe) -> Tensor
 def linear_bwd_weight(dy: Tensor, x: Quantized, recipe: LinearRecipe) -> Tensor:
     """``dy [tokens, out]`` and the saved input to FP32 grad_weight ``[out, in]``."""
     fmt = FORMATS[recipe.grad_format]
-    dy = _rounded(dy, fmt, recipe.token_block, recipe)
-    return dy.T @ dequantize(*x, recipe.token_block)
+    dy_block, x_block = recipe.token_blocks
+    return _rounded(dy, fmt, dy_block, recipe).T @ dequantize(*x, x_block)
 
 
 def linear_bwd_weight_hp(dy: Tensor, x: Tensor) -> Tensor:
