@@ -107,14 +107,21 @@ def _reciprocal(x, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _scales(top, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr):
+def _scales(
+    top,
+    E5M2: tl.constexpr,
+    POW2: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+    FINITE: tl.constexpr = False,
+):
     """Descale and factor of blocks whose largest magnitude has the bits ``top``.
 
     As integers, magnitudes sort like numbers and NaN comes last. A block that is not finite has
-    descale NaN; its factor is 0 and that of no other block is.
+    descale NaN; its factor is 0 and that of no other block is (``FINITE``: whatever it may be).
     """
-    bad = top >= 0x7F800000
-    top = tl.where(bad, 0, top)
+    if not FINITE:
+        bad = top >= 0x7F800000
+        top = tl.where(bad, 0, top)
     amax = top.to(tl.float32, bitcast=True)
     if POW2:
         e = biased_exponent(amax, 15 if E5M2 else 8)
@@ -124,7 +131,10 @@ def _scales(top, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr
         descale = tl.maximum(_over_largest(amax, E5M2, SOFT_CAST), 1.1754943508222875e-38)
         descale = tl.where(top == 0, 1.0, descale)
         factor = _reciprocal(descale, SOFT_CAST)
-    return tl.where(bad, float("nan"), descale), tl.where(bad, 0.0, factor)
+    if not FINITE:
+        descale = tl.where(bad, float("nan"), descale)
+        factor = tl.where(bad, 0.0, factor)
+    return descale, factor
 
 
 @triton.jit
@@ -141,9 +151,7 @@ def _words(x0, x1, x2, x3, factor, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    x_ptr, first, first_column, j: tl.constexpr, R, C, stride_r, stride_c, EVEN: tl.constexpr
-):
+def _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN: tl.constexpr):
     """Rows ``first + 4i + j`` of a tile, FP32 ``[32, 128]``: four of them make one word each of the
     transposed payload without leaving a thread. ``EVEN``: the tile is whole."""
     r = first + 4 * tl.arange(0, 32) + j
@@ -158,7 +166,7 @@ def _load_rows(
 
 @triton.jit
 def _write_rows(
-    x, top, tile_factor, payload_ptr, descale_ptr, amax_ptr, first, column_tile, j: tl.constexpr,
+    x, top, tile_factor, payload_ptr, descale_ptr, amax_ptr, first, column_tile, j,
     outer, column_tiles,
     BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
     EVEN: tl.constexpr, MASKED: tl.constexpr,
@@ -171,7 +179,7 @@ def _write_rows(
         factor = tile_factor
     elif BLOCK == "1x32":
         top = tl.max(tl.reshape(_magnitude(x), [32, 4, 32]), 2)
-        descale, block_factor = _scales(top, E5M2, POW2, SOFT_CAST)
+        descale, block_factor = _scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
         factor = tl.reshape(tl.broadcast_to(block_factor[:, :, None], [32, 4, 32]), [32, 128])
         block = column_tile * 4 + tl.arange(0, 4)
         at = block.to(tl.int64)[None, :] * outer + r[:, None]
@@ -183,7 +191,7 @@ def _write_rows(
         if column_tile == 0:
             tl.store(descale_ptr + r, descale, mask=live)
     else:
-        descale, row_factor = _scales(top, E5M2, POW2, SOFT_CAST)
+        descale, row_factor = _scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
         factor = row_factor[:, None]
         tl.store(descale_ptr + column_tile.to(tl.int64) * outer + r, descale, mask=live)
     y = x * factor
@@ -268,7 +276,7 @@ def _quantize_matrix_kernel(
         if ROWS_TILE:
             row = (column_tiles + 3) // 4 * 4
             tl.store(rows_descale_ptr + row_tile * row + column_tile, descale)
-        for j in tl.static_range(4):
+        for j in tl.range(4):
             x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN)
             m = _magnitude(x)
             row_top = tl.max(m, 1)
@@ -281,7 +289,7 @@ def _quantize_matrix_kernel(
         # Rare: again, with a mask that costs as much as the cast.
         if not WHOLE_ROWS and _largest(top) >= 0x7F800000:
             tl.debug_barrier()
-            for j in tl.static_range(4):
+            for j in tl.range(4):
                 x = _load_rows(x_ptr, first, first_column, j, R, C, stride_r, stride_c, EVEN)
                 _write_rows(
                     x, tl.max(_magnitude(x), 1), tile_factor, rows_ptr, rows_descale_ptr,
