@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from study_files import NoWaiting
 from tiny_models import one_thread  # noqa: F401
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_deltamatch import cli
 from hf_deltamatch.study import pool
@@ -129,15 +132,6 @@ def test_step_is_adamw_with_clipping(corpus) -> None:
         assert rel_rms(ours, theirs) < 1e-4
 
 
-class NoWaiting(TorchDispatchMode):
-    """Fails where the host would read a value from the device, or a shape that depends on one."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("arm", ["MP", "DM"])
 def test_no_step_waits_for_the_device(model_type, arm, corpus) -> None:
@@ -255,6 +249,50 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tmp_path, text, capsy
     assert rows["MP"]["status"] == "done" and rows["BAD"]["status"] == "failed"
     assert "descale" in rows["BAD"]["error"]
     assert "0 of 0, 1 failed" in capsys.readouterr().out
+
+
+class Threads:
+    """Workers in this process, in place of processes of their own."""
+
+    class Process(threading.Thread):
+        terminate = lambda self: None
+
+    @staticmethod
+    def Pipe():
+        here, there = multiprocessing.Pipe()
+        return here, SimpleNamespace(send=there.send, recv=there.recv, close=lambda: None)
+
+
+def test_a_step_that_cannot_be_recorded_costs_its_own_setting_the_graph(
+    text, tmp_path, monkeypatch
+) -> None:
+    settings = [{"name": "a"}, {"name": "b", "train": {"lr": 1e-3}}]
+    study = parse_study({**FILE, "arms": ["MP", "DM"], "settings": settings})
+    tried = []
+
+    def train(run, *_, cuda_graph, **__) -> dict:
+        tried.append((run.setting, run.arm, cuda_graph))
+        if cuda_graph and run.setting == "a":
+            raise study_run.GraphError("no")
+        row = {"key": run.key, "name": run.name, "status": "done", "final_loss": 1.0}
+        return {**row, "seconds": 1.0, "tokens_per_second": 9, "cuda_graph": cuda_graph}
+
+    monkeypatch.setattr(pool, "train", train)
+    monkeypatch.setattr(pool.multiprocessing, "get_context", lambda _: Threads)
+    said = []
+    rows = pool.run_all(
+        study.runs,
+        {"source": text, "held_out_every": 10, "limit_bytes": 10**6},
+        tmp_path,
+        devices=["cpu"],
+        workers=1,
+        cuda_graph=True,
+        say=said.append,
+    )
+    assert [r["cuda_graph"] for r in rows] == [False, False, True, True]
+    assert [r["key"] for r in rows] == [run.key for run in study.runs]
+    assert tried[:2] == [("a", "MP", True), ("a", "MP", False)] and len(tried) == 5
+    assert "no CUDA graph, going on without (no)" in said[0]
 
 
 def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 DESCRIPTION = """\
@@ -15,7 +16,8 @@ Train arms x settings x seeds from one YAML file and write a report.
   hf-deltamatch study FILE --report-only
 
 OUTPUT holds runs.jsonl (one line per run, written as it ends), report.md, report.json, report.png. The
-same command again does what is missing.
+same command again does what is missing. Results go to stdout; step, loss and time left of each run,
+to stderr.
 """
 
 
@@ -89,6 +91,7 @@ def run_command(args: argparse.Namespace) -> int:
             backend=args.backend or study.runtime["backend"],
             time_limit=args.time_limit,
             say=say,
+            show=lambda text: print(text, file=sys.stderr, flush=True),
         )
         rows = pool.read_rows(folder)
     found = report.write_report(study, rows, folder)

@@ -1,0 +1,114 @@
+"""The study's model classes: our call of their layers is the model's own forward and waits for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from study_files import NoWaiting, small
+from tiny_models import one_thread  # noqa: F401
+
+from hf_deltamatch.study import model as study_model
+from hf_deltamatch.study import report
+from hf_deltamatch.study.corpus import load_corpus
+from hf_deltamatch.study.model import build_model, decays, is_direct, logits_of, to_working_dtype
+from hf_deltamatch.study.run import Trainer, train
+from hf_deltamatch.study.spec import parse_study
+from hf_deltamatch.testing import assert_close
+
+CPU = torch.device("cpu")
+FILE = "study_architectures.yaml"
+SETTINGS = parse_study(small(FILE, "")).settings
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(f"Line {i}: the quick brown fox, {i * i} times.\n" for i in range(300)))
+    return str(path)
+
+
+def run_of(setting: str, arm: str, text: str = ""):
+    runs = parse_study(small(FILE, text)).runs
+    return next(r for r in runs if (r.setting, r.arm) == (setting, arm))
+
+
+def test_settings_are_the_architectures_that_the_paper_names() -> None:
+    types = {r.setting: r.config["model"]["model_type"] for r in parse_study(small(FILE, "")).runs}
+    assert Counter(types.values()) == dict.fromkeys(
+        ("llama", "smollm3", "deepseek_v3", "qwen3_next", "bamba", "kimi_linear"), 1
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("arm", ["MP", "DM"])
+def test_forward_is_the_model_s_own(setting, arm, monkeypatch) -> None:
+    """With its norms as they are: the fused ones are the same formula."""
+    config = run_of(setting, arm).config
+    ours = build_model(config, CPU, None)
+    monkeypatch.setattr(study_model, "_NORMS", {})
+    own = build_model(config, CPU, None)
+    fused = [m for m in ours.modules() if "forward" in vars(m)]
+    assert len(fused) >= 9 and not any("forward" in vars(m) for m in own.modules())
+    for model in (ours, own):
+        torch.manual_seed(1)
+        with torch.no_grad():  # weights that differ from what a norm would start with
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape))
+    ids = torch.randint(256, (2, 40))
+    assert is_direct(ours)
+    # FP8 rounds what differs by rounding to one side or the other.
+    rms = 1e-6 if arm == "MP" else 5e-3
+    assert_close(logits_of(ours, ids), own(input_ids=ids, use_cache=False).logits, rms=rms)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("arm", ["MP", "DM"])
+def test_no_step_waits_for_the_device(setting, arm, text) -> None:
+    """Else it could not be recorded as a graph. (The bodies of our ops are not looked into.)"""
+    trainer = Trainer(run_of(setting, arm, text).config, load_corpus(text, 5, 10**6), CPU)
+    trainer.optimizer.step = lambda: None  # torch's fused AdamW, which reads its step on a CPU
+    with NoWaiting():
+        trainer.step()
+    assert trainer.losses[0].isfinite()
+
+
+def test_decays_stay_in_float32_and_do_not_decay() -> None:
+    model = build_model(run_of("Kimi Delta Attention 3 to 1", "MP").config, CPU, None)
+    decayed = dict(zip((n for n, _ in model.named_parameters()), decays(model), strict=True))
+    to_working_dtype(model, torch.bfloat16)
+    for name, p in model.named_parameters():
+        kept = name.endswith(("A_log", "dt_bias"))
+        assert p.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert decayed[name] == (p.dim() >= 2 and not kept), name
+    assert any(p.dim() > 2 for n, p in model.named_parameters() if n.endswith("A_log"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS[3:])
+def test_bfloat16(setting, text) -> None:
+    """As on a GPU: what a class computes with weights of two dtypes."""
+    data = small(FILE, text)
+    data["train"]["precision"] = "bfloat16"
+    run = next(r for r in parse_study(data).runs if (r.setting, r.arm) == (setting, "DM"))
+    row = train(run, load_corpus(text, 5, 10**6), CPU)
+    assert row["status"] == "done" and row["precision"] == "bfloat16"
+
+
+def test_the_file_end_to_end(text, tmp_path) -> None:
+    study = parse_study(small(FILE, text))
+    corpus = load_corpus(text, 5, 10**6)
+    rows = {run.key: train(run, corpus, CPU) for run in study.runs}
+    attention = {"Llama, GQA": 4, "Llama, GQA, NoPE": 4, "MLA": 4}
+    for row in rows.values():
+        assert row["status"] == "done" and row["loss"][-1] < row["loss"][0], row["name"]
+        n = 0 if row["arm"] == "MP" else attention.get(row["setting"], 1)
+        expected = {"attention_fwd": n, "attention_bwd": n} if n else {}
+        assert row["calls_per_step"] == expected, row["name"]
+    found = report.write_report(study, rows, tmp_path, png=False)
+    assert list(found["settings"]) == SETTINGS
+    assert set(found["parameters"]) == set(SETTINGS)
+    for arms in found["settings"].values():
+        assert arms["DM"]["residual"]["max"] < 1e-6 < 1e-4 < arms["SD"]["residual"]["median"]
+    json.dumps(found, allow_nan=False)
