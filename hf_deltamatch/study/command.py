@@ -56,6 +56,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Exit status 0 if every chosen run has a result, 1 otherwise."""
     from hf_deltamatch.study import pool, report
     from hf_deltamatch.study.corpus import load_corpus
+    from hf_deltamatch.study.evaluate import require_lm_eval
     from hf_deltamatch.study.spec import load_study, select
 
     study = load_study(args.file)
@@ -77,6 +78,8 @@ def run_command(args: argparse.Namespace) -> int:
     missing = [run for run in runs if not done(run)]
     if missing and not args.report_only:
         graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
+        if "evaluate" in missing[0].config:
+            require_lm_eval()
         load_corpus(**study.corpus)  # says here, and once, what is wrong with it
         say = lambda text: print(text, flush=True)
         say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")

@@ -107,9 +107,30 @@ def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
         out["residual"] = {"median": statistics.median(residuals), "max": max(residuals)}
     if base is not None:
         out["gap"] = claims.paired_gap(ran, base)
+    scored = {s: r["scores"] for s, r in ran.items() if "scores" in r}
+    if scored:
+        to = {s: r["scores"] for s, r in (base or {}).items() if "scores" in r}
+        out["scores"] = _scores(scored, to)
     before = [r["held_out_before"] for r in ran.values() if "held_out_before" in r]
     if before:
         out["held_out_before"] = spread(before)
+    return out
+
+
+def _scores(found: dict[int, dict], base: dict[int, dict]) -> dict[str, dict]:
+    """Of each metric the :func:`spread` over seeds, lm-eval's mean standard error, and the gap to the
+    baseline, paired over seeds."""
+    out = {}
+    names = dict.fromkeys((t, m) for tasks in found.values() for t in tasks for m in tasks[t])
+    for task, metric in names:
+        at = lambda scores, t=task, m=metric: scores.get(t, {}).get(m, (None, None))
+        errors = [at(s)[1] for s in found.values()]
+        pairs = [(at(s)[0], at(base[seed])[0]) for seed, s in found.items() if seed in base]
+        out[f"{task} {metric}"] = {
+            **spread([at(s)[0] for s in found.values()]),
+            "stderr": spread(errors)["mean"],
+            "gap": spread([a - b for a, b in pairs if None not in (a, b)]),
+        }
     return out
 
 
@@ -149,6 +170,8 @@ def to_markdown(report: dict, image: str | None = None) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+        if any("scores" in a for a in arms.values()):
+            lines += _score_lines(arms, report["baseline"])
         if any("held_out_before" in a for a in arms.values()):
             lines += ["Held-out loss before this stage, at its context: " + _before(arms) + ".", ""]
     if report["claim"] is not None:
@@ -158,6 +181,25 @@ def to_markdown(report: dict, image: str | None = None) -> str:
     if image:
         lines += [f"![losses]({image})", ""]
     return "\n".join(lines)
+
+
+def _score_lines(arms: dict, baseline: str) -> list[str]:
+    lines = [
+        "lm-eval on the final weights: mean ± standard deviation over seeds (lm-eval's own standard "
+        f"error), and the gap to {baseline}, paired over seeds.",
+        "",
+        "| arm | task | score | gap |",
+        "|---|---|---|---|",
+    ]
+    for arm, a in arms.items():
+        for name, score in a.get("scores", {}).items():
+            error = "" if score["stderr"] is None else f" ({score['stderr']:.3f})"
+            gap = score["gap"]
+            shown = "" if gap["mean"] is None else f"{gap['mean']:+.3f}"
+            if gap["std"] is not None:
+                shown += f" ± {gap['std']:.3f}"
+            lines.append(f"| {arm} | {name} | {_pm(score)}{error} | {shown} |")
+    return [*lines, ""]
 
 
 def _before(arms: dict) -> str:

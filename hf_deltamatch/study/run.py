@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_deltamatch.diagnostics import count_calls, record_row_sum
 from hf_deltamatch.study.corpus import Corpus
+from hf_deltamatch.study.evaluate import Evaluate, evaluate
 from hf_deltamatch.study.model import (
     build_model,
     decays,
@@ -212,7 +213,7 @@ def _stages(
     row = _loop(trainer, graph, "", progress)
     then = config.get("then")
     if then is None:
-        return row
+        return {**row, **_scores(trainer, config)}
     if row["status"] != "done":
         return {**row, "then": None}
     # Only the weights: two models and two optimisers need not fit.
@@ -221,7 +222,23 @@ def _stages(
     trainer = Trainer({**config, **then}, corpus, device, backend, weights)
     before = trainer.held_out_loss()
     second = _loop(trainer, graph, f"{trainer.options.seq_len} tokens, ", progress)
-    return {**row, "then": {**second, "held_out_before": number(before)}}
+    second |= {"held_out_before": number(before), **_scores(trainer, config)}
+    return {**row, "then": second}
+
+
+def _scores(trainer: Trainer, config: dict) -> dict:
+    """lm-eval's answer on the final weights, where the file asks for it."""
+    if "evaluate" not in config:
+        return {}
+    options = Evaluate(**config["evaluate"])
+    found = evaluate(trainer.model, options, trainer.corpus, trainer.options.seq_len)
+    as_json = lambda pair: [None if value is None else number(value) for value in pair]
+    return {
+        "scores": {
+            task: {metric: as_json(pair) for metric, pair in metrics.items()}
+            for task, metrics in found.items()
+        }
+    }
 
 
 def identity(run: Run) -> dict:

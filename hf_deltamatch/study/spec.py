@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.study.evaluate import Evaluate
 from hf_deltamatch.training.schedule import SCHEDULES
 
 ARMS: dict[str, dict] = {
@@ -145,6 +146,7 @@ _TOP = {
     "then",
     "settings",
     "claims",
+    "evaluate",
     "runtime",
 }
 _SETTING = {"name", "model", "train", "then", "priority"}
@@ -185,6 +187,7 @@ def parse_study(data: Any, where: str = "study") -> Study:
     runtime = {**_RUNTIME, **_section(data, "runtime", set(_RUNTIME), where)}
     base_train = _section(data, "train", _TRAIN, where)
     base_model = _section(data, "model", None, where)
+    evaluation = _section(data, "evaluate", {f.name for f in dataclasses.fields(Evaluate)}, where)
     base_then = _section(data, "then", _TRAIN | {"model"}, where)
     settings = data.get("settings", [{"name": "default"}])
     if not isinstance(settings, list) or not settings:
@@ -212,6 +215,8 @@ def parse_study(data: Any, where: str = "study") -> Study:
                     "corpus": corpus,
                     "seed": seed,
                 }
+                if evaluation:
+                    config["evaluate"] = dataclasses.asdict(Evaluate(**evaluation))
                 if then:
                     config["then"] = _stage(train, model, then, f"then in {here}")
                 # As JSON has it: tuples are lists, so that a key does not depend on where it is made.
