@@ -12,6 +12,7 @@ import pytest
 import torch
 from study_files import NoWaiting
 from tiny_models import one_thread  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 from hf_deltamatch import cli
 from hf_deltamatch.study import pool
@@ -222,8 +223,11 @@ def test_command_trains_resumes_and_reports(tmp_path, text, capsys, monkeypatch)
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     command = ["study", study_file(tmp_path, text), "--output", str(out), "--workers", "1"]
-    assert cli.main([*command, "--only", "mp"]) == 0
+    assert cli.main([*command, "--only", "mp", "--save"]) == 0
+    assert "default / MP / seed 0: step 6 of 6, loss " in capsys.readouterr().err
     first = (out / "runs.jsonl").read_text()
+    saved = AutoModelForCausalLM.from_pretrained(out / "models" / json.loads(first)["key"])
+    assert sum(p.numel() for p in saved.parameters()) == json.loads(first)["parameters"]
     assert first.count("\n") == 1 and json.loads(first)["arm"] == "MP"
     assert json.loads((out / "report.json").read_text())["runs"] == {"planned": 3, "present": 1}
     # A kill within a line: the line is lost, and what comes after it is not.
@@ -233,6 +237,7 @@ def test_command_trains_resumes_and_reports(tmp_path, text, capsys, monkeypatch)
     rows = pool.read_rows(out)
     assert sorted(r["arm"] for r in rows.values()) == ["DM", "MP", "SD"]
     assert "| DM |" in (out / "report.md").read_text()
+    assert len(list((out / "models").iterdir())) == 1  # those without --save are not kept
     monkeypatch.setattr(pool, "run_all", lambda *_, **__: pytest.fail("trained again"))
     assert cli.main(command) == 0
     assert cli.main([*command, "--list"]) == 0

@@ -9,6 +9,8 @@ import pytest
 import torch
 from study_files import NoWaiting, small
 from tiny_models import one_thread  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_deltamatch.study import model as study_model
 from hf_deltamatch.study import report
@@ -73,6 +75,26 @@ def test_no_step_waits_for_the_device(setting, arm, text) -> None:
     with NoWaiting():
         trainer.step()
     assert trainer.losses[0].isfinite()
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where a tensor is made on another device than ``meta``: a copy to it would wait."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        assert all(t.device.type == "meta" for t in found), func
+        return out
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_everything_is_made_on_the_device(setting) -> None:
+    model = build_model(run_of(setting, "MP").config, CPU, None).to("meta")
+    ids = torch.zeros(2, 40, dtype=torch.int64, device="meta")
+    with OneDevice():
+        torch.autograd.grad(logits_of(model, ids).sum(), list(model.parameters()))
+    with OneDevice(), pytest.raises(AssertionError):
+        torch.zeros(1)
 
 
 def test_decays_stay_in_float32_and_do_not_decay() -> None:

@@ -9,15 +9,21 @@ import torch
 import yaml
 from study_files import small
 from tiny_models import one_thread  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_deltamatch.study import evaluate as study_evaluate
 from hf_deltamatch.study import report
 from hf_deltamatch.study.corpus import load_corpus
-from hf_deltamatch.study.evaluate import CHOICES, Evaluate, byte_tokenizer, questions
+from hf_deltamatch.study.evaluate import CHOICES, Evaluate, questions
 from hf_deltamatch.study.run import Trainer, train
 from hf_deltamatch.study.spec import parse_study
+from hf_deltamatch.study.tokenizer import byte_tokenizer
 
-pytest.importorskip("lm_eval")
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
+
 CPU = torch.device("cpu")
 LINEARS = "study_linears.yaml"
 
@@ -52,8 +58,6 @@ def test_a_token_is_a_byte(tmp_path) -> None:
         == tokenizer("<|end|>")["input_ids"][0]
     )
     tokenizer.save_pretrained(tmp_path)
-    from transformers import AutoTokenizer
-
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
 
 
@@ -119,6 +123,33 @@ def test_scores_of_local_tasks_and_their_gaps(text, corpus, tmp_path) -> None:
     page = report.to_markdown(found)
     assert f"| DM | foxes bits_per_byte | {bits['DM']:.3f}" in page
     assert "| MP | continuation acc | " in page
+
+
+@pytest.mark.parametrize("arm", ["MP", "DM + FP8 linears"])
+def test_saved_weights_load_and_score_the_same(arm, text, corpus, tmp_path) -> None:
+    """By our model of lm-eval, from the folder alone; plain Transformers gets the weights, too."""
+    data = small(LINEARS, text, claims=[], evaluate={"limit": 8})
+    data["train"]["seq_len"] = 160
+    run = next(r for r in parse_study(data).runs if r.arm == arm)
+    row = train(run, corpus, CPU, save=tmp_path)
+    fp8 = arm != "MP"
+    lm = DeltaMatchLM(
+        str(tmp_path),
+        attention="delta_matching" if fp8 else "none",
+        linear="blockwise" if fp8 else "none",
+        device="cpu",
+        dtype="float32",
+        batch_size=32,
+        max_length=160,
+    )
+    task = study_evaluate._continuation(corpus, 8, tmp_path)
+    out = lm_eval.simple_evaluate(
+        lm, tasks=[task], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
+    )
+    assert out["results"]["continuation"]["acc,none"] == row["scores"]["continuation"]["acc"][0]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    trained = dict(lm.model.named_parameters())
+    assert all(torch.equal(p, trained[n]) for n, p in plain.named_parameters())
 
 
 def test_scores_are_of_the_last_stage(text, corpus) -> None:

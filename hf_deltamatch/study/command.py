@@ -13,6 +13,7 @@ Train arms x settings x seeds from one YAML file and write a report.
   hf-deltamatch study FILE --only "6e-3 DM" "6e-3 MP"    # runs whose name has all words of one
   hf-deltamatch study FILE --shard 1/2                   # every second run
   hf-deltamatch study FILE --time-limit 270              # what is not done by then is left
+  hf-deltamatch study FILE --save                        # final weights, for `hf-deltamatch eval`
   hf-deltamatch study FILE --report-only
 
 OUTPUT holds runs.jsonl (one line per run, written as it ends), report.md, report.json, report.png. The
@@ -46,6 +47,9 @@ def add_parser(commands) -> None:
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
         help="record the step once and replay it (default: what the file says)",
+    )
+    add(
+        "--save", action="store_true", help="keep final weights, in OUTPUT/models/KEY of runs.jsonl"
     )
     add("--time-limit", type=float, metavar="SECONDS", help="end what is not done by then")
     add("--list", action="store_true", help="print the names of the runs and what is there of them")
@@ -93,6 +97,7 @@ def run_command(args: argparse.Namespace) -> int:
             cuda_graph=graph in (True, "auto"),
             backend=args.backend or study.runtime["backend"],
             time_limit=args.time_limit,
+            save=args.save,
             say=say,
             show=lambda text: print(text, file=sys.stderr, flush=True),
         )

@@ -1,19 +1,19 @@
-"""lm-eval's scores of a run's final weights. The models read bytes, so their tokenizer does too."""
+"""lm-eval's scores of a run's final weights."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import PreTrainedModel
 
-from hf_deltamatch.study.corpus import END, Corpus
+from hf_deltamatch.study.corpus import Corpus
+from hf_deltamatch.study.tokenizer import byte_tokenizer
 
 CONTINUATION = "continuation"
 """The task that a study makes itself: which of four snippets of held-out text follows the context."""
@@ -62,19 +62,6 @@ def require_lm_eval() -> None:
         )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token is a byte and its id the byte's value; 0 is ``<|end|>``, which the corpus has between
-    documents."""
-    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items() if byte != END[0]}
-    inner = Tokenizer(models.BPE(vocab={"<|end|>": END[0], **vocabulary}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    end = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|end|>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, clean_up_tokenization_spaces=False, **end
-    )
-
-
 def questions(corpus: Corpus, documents: int) -> list[dict]:
     """``question``, ``choices`` and ``answer``, the same for every run on the same text.
 
@@ -112,7 +99,7 @@ def evaluate(
             _continuation(corpus, options.limit or 256, Path(folder)) if t == CONTINUATION else t
             for t in options.tasks
         ]
-        return scores(
+        found = scores(
             model,
             byte_tokenizer(),
             tasks,
@@ -122,6 +109,11 @@ def evaluate(
             batch_size=options.batch_size,
             max_length=max_length,
         )
+    as_json = lambda x: x if x is not None and math.isfinite(x) else None
+    return {
+        task: {metric: [as_json(x) for x in pair] for metric, pair in metrics.items()}
+        for task, metrics in found.items()
+    }
 
 
 def _continuation(corpus: Corpus, documents: int, folder: Path) -> dict:

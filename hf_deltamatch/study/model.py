@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.study.tokenizer import byte_tokenizer
 
 DIRECT = (
     "bamba",
@@ -143,3 +145,10 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for name, p in model.named_parameters():
         if name.rpartition(".")[2] not in _KEPT:
             p.data = p.data.to(dtype)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Weights, config and the bytes' tokenizer, for ``from_pretrained`` and ``hf-deltamatch eval``. The
+    arm is not in it: which arithmetic runs is chosen when it is loaded."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)

@@ -77,11 +77,13 @@ def run_all(
     cuda_graph: bool,
     backend: str | None = None,
     time_limit: float | None = None,
+    save: bool = False,
     say: Callable[[str], None] = print,
     show: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:
     """Train ``runs``, ``workers`` at a time on each device; returns the rows that came.
 
+    ``save``: final weights go to ``folder/models/KEY``.
     ``say`` gets a line for each result, ``show`` those on the way.
     ``time_limit`` (seconds): runs that are not done by then are ended and leave nothing.
     ``cuda_graph``: if a step cannot be recorded, that run and all later ones of its setting go
@@ -99,7 +101,8 @@ def run_all(
 
     def start(device: str) -> None:
         here, there = context.Pipe()
-        options = (corpus, device, backend, max(1, (os.cpu_count() or 1) // len(slots)))
+        models = folder / "models" if save else None
+        options = (corpus, device, backend, max(1, (os.cpu_count() or 1) // len(slots)), models)
         process = context.Process(target=_work, args=(there, *options), daemon=True)
         process.start()
         there.close()
@@ -178,7 +181,14 @@ def _failed_row(run: Run, error: str) -> dict:
     return {**identity(run), "status": "failed", "error": error}
 
 
-def _work(link: Connection, corpus: dict, device: str, backend: str | None, threads: int) -> None:
+def _work(
+    link: Connection,
+    corpus: dict,
+    device: str,
+    backend: str | None,
+    threads: int,
+    models: Path | None,
+) -> None:
     """The worker's process: says it is ready, then trains what it is sent."""
     torch.set_num_threads(threads)
     target = torch.device(device)
@@ -199,6 +209,7 @@ def _work(link: Connection, corpus: dict, device: str, backend: str | None, thre
                 target,
                 backend=backend,
                 cuda_graph=cuda_graph,
+                save=models and models / run.key,
                 progress=lambda progress: link.send(("progress", str(progress))),
             )
             link.send(("done", {**row, "device": device, "environment": facts}))

@@ -8,10 +8,12 @@ diverged in its first stage has no second.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from hf_deltamatch.study.model import (
     is_direct,
     load_weights,
     logits_of,
+    save_model,
     to_working_dtype,
 )
 from hf_deltamatch.study.spec import Run, Train
@@ -182,22 +185,37 @@ def train(
     *,
     backend: str | None = None,
     cuda_graph: bool = False,
+    save: Path | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict:
     """Train one run; returns its row of the results file, JSON types only.
+
+    ``save``: a folder for the final weights, as ``from_pretrained`` takes them.
 
     Raises:
         GraphError: the step could not be recorded; start again in a new process without a graph.
     """
     # torch's remark that a capturable optimiser also runs outside of a graph.
     warnings.filterwarnings("ignore", message=".*capturable=True.*")
-    if device.type == "cuda":
-        # A stream of its own: what is recorded and what is not must share one.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            row = _stages(run.config, corpus, device, backend, cuda_graph, progress)
-    else:
-        row = _stages(run.config, corpus, device, backend, cuda_graph, progress)
+    with _own_stream(device):
+        row, trainer = _stages(run.config, corpus, device, backend, cuda_graph, progress)
+        if "evaluate" in run.config:
+            options = Evaluate(**run.config["evaluate"])
+            last = row.get("then") or row
+            last["scores"] = evaluate(trainer.model, options, corpus, trainer.options.seq_len)
+        if save is not None:
+            save_model(trainer.model, save)
     return {**identity(run), **row, "corpus": corpus.facts}
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """What is recorded as a graph and what is not must share a stream, which is not the default."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def _stages(
@@ -207,38 +225,23 @@ def _stages(
     backend: str | None,
     cuda_graph: bool,
     progress: Callable[[Progress], None],
-) -> dict:
+) -> tuple[dict, Trainer]:
+    """The row, and the last stage's trainer."""
     trainer = Trainer(config, corpus, device, backend)
     graph = cuda_graph and device.type == "cuda" and is_direct(trainer.model)
     row = _loop(trainer, graph, "", progress)
     then = config.get("then")
     if then is None:
-        return {**row, **_scores(trainer, config)}
+        return row, trainer
     if row["status"] != "done":
-        return {**row, "then": None}
+        return {**row, "then": None}, trainer
     # Only the weights: two models and two optimisers need not fit.
     weights = trainer.master
     del trainer
     trainer = Trainer({**config, **then}, corpus, device, backend, weights)
-    before = trainer.held_out_loss()
+    before = number(trainer.held_out_loss())
     second = _loop(trainer, graph, f"{trainer.options.seq_len} tokens, ", progress)
-    second |= {"held_out_before": number(before), **_scores(trainer, config)}
-    return {**row, "then": second}
-
-
-def _scores(trainer: Trainer, config: dict) -> dict:
-    """lm-eval's answer on the final weights, where the file asks for it."""
-    if "evaluate" not in config:
-        return {}
-    options = Evaluate(**config["evaluate"])
-    found = evaluate(trainer.model, options, trainer.corpus, trainer.options.seq_len)
-    as_json = lambda pair: [None if value is None else number(value) for value in pair]
-    return {
-        "scores": {
-            task: {metric: as_json(pair) for metric, pair in metrics.items()}
-            for task, metrics in found.items()
-        }
-    }
+    return {**row, "then": {**second, "held_out_before": before}}, trainer
 
 
 def identity(run: Run) -> dict:
