@@ -9,6 +9,7 @@ import pytest
 import torch
 from study_files import CONFIGS, small
 from tiny_models import one_thread  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_deltamatch.hf.linear import fp8_linears
 from hf_deltamatch.study import report
@@ -212,3 +213,20 @@ def test_progress_of_slow_steps(text, corpus, monkeypatch) -> None:
     assert [p.step for p in seen] == list(range(1, 8)) and {p.steps for p in seen} == {7}
     assert [p.seconds_left is None for p in seen] == [True] * 4 + [False] * 3
     assert seen[4].seconds_left > 0 == seen[-1].seconds_left
+
+
+def test_scale_file(text, corpus) -> None:
+    """Its names are its sizes, at full size; and it runs."""
+    study = load_study(CONFIGS / "study_scale.yaml")
+    for run in study.runs:
+        fields = dict(run.config["model"])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        millions = sum(p.numel() for p in model.parameters()) // 10**6
+        assert run.setting.startswith(f"{millions} M parameters")
+    steps = {r.setting: r.config["train"]["steps"] for r in study.runs}
+    assert steps["3 M parameters, 4 times the tokens"] == 4 * steps["3 M parameters"]
+    runs = parse_study(small("study_scale.yaml", text)).runs
+    for run in runs[:3]:
+        assert study_run.train(run, corpus, CPU)["status"] == "done"
