@@ -300,6 +300,15 @@ def test_a_step_that_cannot_be_recorded_costs_its_own_setting_the_graph(
     assert "no CUDA graph, going on without (no)" in said[0]
 
 
+def test_model_types_that_transformers_lacks_are_left_out(tmp_path, text, capsys) -> None:
+    settings = [{"name": "a"}, {"name": "b", "model": {"model_type": "nothing_yet"}}]
+    file = study_file(tmp_path, text, settings=settings, arms=["MP"])
+    assert cli.main(["study", file, "--output", str(tmp_path / "out"), "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "b: left out, Transformers " in said and "-         a / MP / seed 0" in said
+    assert "b / MP" not in said
+
+
 def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:
     out = tmp_path / "out"
     command = ["study", study_file(tmp_path, text), "--output", str(out), "--workers", "1"]

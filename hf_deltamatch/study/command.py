@@ -57,14 +57,22 @@ def add_parser(commands) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Exit status 0 if every chosen run has a result, 1 otherwise."""
+    """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise."""
+    import transformers
+
     from hf_deltamatch.study import pool, report
     from hf_deltamatch.study.corpus import load_corpus
     from hf_deltamatch.study.evaluate import require_lm_eval
+    from hf_deltamatch.study.model import is_known
     from hf_deltamatch.study.spec import load_study, select
 
     study = load_study(args.file)
-    runs = select(study, args.only, args.shard)
+    chosen = select(study, args.only, args.shard)
+    runs = [run for run in chosen if is_known(run.config)]
+    for setting in dict.fromkeys(run.setting for run in chosen if not is_known(run.config)):
+        print(
+            f"{setting}: left out, Transformers {transformers.__version__} has no such model type"
+        )
     devices = pool.devices_of(args.devices)
     # The file's number is for GPUs; processes on a CPU only take each other's cores.
     by_file = 1 if devices == ["cpu"] else study.runtime["workers"]

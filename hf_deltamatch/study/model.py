@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.ops.backend import explain
@@ -79,6 +79,11 @@ def build_model(config: dict, device: torch.device, backend: str | None) -> PreT
         check_model(model)
     fuse_norms(model)
     return model.train()
+
+
+def is_known(config: dict) -> bool:
+    """Does the installed Transformers have the model type of this run?"""
+    return config["model"]["model_type"] in CONFIG_MAPPING
 
 
 def fuse_norms(model: nn.Module) -> None:
