@@ -35,13 +35,6 @@ RUNS = [run for run in parse_study(small(FILE, "")).runs if is_known(run.config)
 SETTINGS = list(dict.fromkeys(run.setting for run in RUNS))
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(f"Line {i}: the quick brown fox, {i * i} times.\n" for i in range(300)))
-    return str(path)
-
-
 def run_of(setting: str, arm: str, text: str = ""):
     runs = parse_study(small(FILE, text)).runs
     return next(r for r in runs if (r.setting, r.arm) == (setting, arm))

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_deltamatch.study import evaluate as study_evaluate
 from hf_deltamatch.study import report
-from hf_deltamatch.study.corpus import load_corpus
 from hf_deltamatch.study.evaluate import CHOICES, Evaluate, questions
 from hf_deltamatch.study.run import Trainer, train
 from hf_deltamatch.study.spec import parse_study
@@ -26,18 +25,6 @@ from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
 
 CPU = torch.device("cpu")
 LINEARS = "study_linears.yaml"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(f"Line {i}: the quick brown fox, {i * i} times.\n" for i in range(300)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 5, 10**6)
 
 
 def study_of(text: str, arms: list[str], **evaluate):

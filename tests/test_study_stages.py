@@ -15,24 +15,11 @@ from hf_deltamatch.hf.linear import fp8_linears
 from hf_deltamatch.study import report
 from hf_deltamatch.study import run as study_run
 from hf_deltamatch.study.claims import check
-from hf_deltamatch.study.corpus import load_corpus
 from hf_deltamatch.study.model import build_model
 from hf_deltamatch.study.spec import Claim, load_study, parse_study
 
 CPU = torch.device("cpu")
 CONTEXT, LINEARS = "study_context.yaml", "study_linears.yaml"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(f"Line {i}: the quick brown fox, {i * i} times.\n" for i in range(300)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def corpus(text):
-    return load_corpus(text, 5, 10**6)
 
 
 def test_a_second_stage_goes_on_with_the_weights_of_the_first(text, corpus, monkeypatch) -> None:
