@@ -44,3 +44,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not (interpret and "interpretable" in item.keywords):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """A file of text that tiny models of the study learn something from in three steps."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(f"Line {i}: the quick brown fox, {i * i} times.\n" for i in range(300)))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def corpus(text):
+    from hf_deltamatch.study.corpus import load_corpus
+
+    return load_corpus(text, 5, 10**6)

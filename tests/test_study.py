@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from study_files import NoWaiting
 from tiny_models import one_thread  # noqa: F401
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from hf_deltamatch import cli
 from hf_deltamatch.study import pool
@@ -129,15 +133,6 @@ def test_step_is_adamw_with_clipping(corpus) -> None:
         assert rel_rms(ours, theirs) < 1e-4
 
 
-class NoWaiting(TorchDispatchMode):
-    """Fails where the host would read a value from the device, or a shape that depends on one."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("arm", ["MP", "DM"])
 def test_no_step_waits_for_the_device(model_type, arm, corpus) -> None:
@@ -228,8 +223,11 @@ def test_command_trains_resumes_and_reports(tmp_path, text, capsys, monkeypatch)
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     command = ["study", study_file(tmp_path, text), "--output", str(out), "--workers", "1"]
-    assert cli.main([*command, "--only", "mp"]) == 0
+    assert cli.main([*command, "--only", "mp", "--save"]) == 0
+    assert "default / MP / seed 0: step 6 of 6, loss " in capsys.readouterr().err
     first = (out / "runs.jsonl").read_text()
+    saved = AutoModelForCausalLM.from_pretrained(out / "models" / json.loads(first)["key"])
+    assert sum(p.numel() for p in saved.parameters()) == json.loads(first)["parameters"]
     assert first.count("\n") == 1 and json.loads(first)["arm"] == "MP"
     assert json.loads((out / "report.json").read_text())["runs"] == {"planned": 3, "present": 1}
     # A kill within a line: the line is lost, and what comes after it is not.
@@ -239,6 +237,7 @@ def test_command_trains_resumes_and_reports(tmp_path, text, capsys, monkeypatch)
     rows = pool.read_rows(out)
     assert sorted(r["arm"] for r in rows.values()) == ["DM", "MP", "SD"]
     assert "| DM |" in (out / "report.md").read_text()
+    assert len(list((out / "models").iterdir())) == 1  # those without --save are not kept
     monkeypatch.setattr(pool, "run_all", lambda *_, **__: pytest.fail("trained again"))
     assert cli.main(command) == 0
     assert cli.main([*command, "--list"]) == 0
@@ -255,6 +254,59 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tmp_path, text, capsy
     assert rows["MP"]["status"] == "done" and rows["BAD"]["status"] == "failed"
     assert "descale" in rows["BAD"]["error"]
     assert "0 of 0, 1 failed" in capsys.readouterr().out
+
+
+class Threads:
+    """Workers in this process, in place of processes of their own."""
+
+    class Process(threading.Thread):
+        terminate = lambda self: None
+
+    @staticmethod
+    def Pipe():
+        here, there = multiprocessing.Pipe()
+        return here, SimpleNamespace(send=there.send, recv=there.recv, close=lambda: None)
+
+
+def test_a_step_that_cannot_be_recorded_costs_its_own_setting_the_graph(
+    text, tmp_path, monkeypatch
+) -> None:
+    settings = [{"name": "a"}, {"name": "b", "train": {"lr": 1e-3}}]
+    study = parse_study({**FILE, "arms": ["MP", "DM"], "settings": settings})
+    tried = []
+
+    def train(run, *_, cuda_graph, **__) -> dict:
+        tried.append((run.setting, run.arm, cuda_graph))
+        if cuda_graph and run.setting == "a":
+            raise study_run.GraphError("no")
+        row = {"key": run.key, "name": run.name, "status": "done", "final_loss": 1.0}
+        return {**row, "seconds": 1.0, "tokens_per_second": 9, "cuda_graph": cuda_graph}
+
+    monkeypatch.setattr(pool, "train", train)
+    monkeypatch.setattr(pool.multiprocessing, "get_context", lambda _: Threads)
+    said = []
+    rows = pool.run_all(
+        study.runs,
+        {"source": text, "held_out_every": 10, "limit_bytes": 10**6},
+        tmp_path,
+        devices=["cpu"],
+        workers=1,
+        cuda_graph=True,
+        say=said.append,
+    )
+    assert [r["cuda_graph"] for r in rows] == [False, False, True, True]
+    assert [r["key"] for r in rows] == [run.key for run in study.runs]
+    assert tried[:2] == [("a", "MP", True), ("a", "MP", False)] and len(tried) == 5
+    assert "no CUDA graph, going on without (no)" in said[0]
+
+
+def test_model_types_that_transformers_lacks_are_left_out(tmp_path, text, capsys) -> None:
+    settings = [{"name": "a"}, {"name": "b", "model": {"model_type": "nothing_yet"}}]
+    file = study_file(tmp_path, text, settings=settings, arms=["MP"])
+    assert cli.main(["study", file, "--output", str(tmp_path / "out"), "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "b: left out, Transformers " in said and "-         a / MP / seed 0" in said
+    assert "b / MP" not in said
 
 
 def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_deltamatch.recipes import AttentionRecipe
-from hf_deltamatch.study.spec import load_study, parse_study, select
+from hf_deltamatch.study.spec import Claim, load_study, parse_study, select
 
 TABLE = Path(__file__).parent.parent / "examples" / "configs" / "study_table.yaml"
 SMALL = {
@@ -54,6 +54,29 @@ def test_keys_follow_what_changes_results_and_nothing_else() -> None:
     for change in ({"train": {"clip": 2.0}}, {"model": {"model_type": "qwen3"}}):
         after = {r.name: r.key for r in parse_study({**SMALL, **change}).runs}
         assert not set(after.values()) & set(before.values())
+
+
+def test_second_stages() -> None:
+    then = {"lr": 1e-4, "model": {"max_position_embeddings": 99}}
+    settings = [{"name": "a", "then": {"seq_len": 99}}, {"name": "b", "then": {"steps": 3}}]
+    train = {"steps": 7, "clip": 2.0}
+    runs = parse_study({**SMALL, "train": train, "then": then, "settings": settings}).runs
+    by_setting = {r.setting: r for r in runs}
+    one = by_setting["a"].config["then"]
+    assert one["model"] == {"model_type": "llama", "max_position_embeddings": 99}
+    assert (one["train"]["lr"], one["train"]["steps"], one["train"]["clip"]) == (1e-4, 7, 2.0)
+    assert by_setting["b"].config["then"]["train"]["steps"] == 3
+    assert [by_setting[n].stage for n in "ab"] == ["a, then 99 tokens", "b, then 512 tokens"]
+    assert by_setting["a"].config["train"]["lr"] == 3e-3
+    plain = parse_study({**SMALL, "train": train}).runs
+    assert plain[0].stage is None and plain[0].key not in {r.key for r in runs}
+
+
+def test_claims_are_of_arms_and_change_no_key() -> None:
+    claims = [{"arm": "DM", "within": 0.02}, {"arm": "DM", "to": "SD"}]
+    study = parse_study({**SMALL, "claims": claims})
+    assert study.claims == [Claim("DM", "MP", 0.02), Claim("DM", "SD", None)]
+    assert [r.key for r in study.runs] == [r.key for r in parse_study(SMALL).runs]
 
 
 def test_select() -> None:

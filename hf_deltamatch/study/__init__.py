@@ -4,8 +4,11 @@
 spec        the file, checked, as a list of runs with their keys
 corpus      bytes of text, and the hash of what they were
 model       Transformers' own classes, in the arithmetic of an arm
+tokenizer   bytes as tokens
+evaluate    lm-eval's scores of final weights
 run         one run on one device
 pool        many runs at once, each result kept as it comes
+claims      whether gaps keep the bounds that the file sets
 report      gaps paired over seeds, as Markdown, JSON and PNG
 =========== =====================================================
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 DESCRIPTION = """\
@@ -12,10 +13,12 @@ Train arms x settings x seeds from one YAML file and write a report.
   hf-deltamatch study FILE --only "6e-3 DM" "6e-3 MP"    # runs whose name has all words of one
   hf-deltamatch study FILE --shard 1/2                   # every second run
   hf-deltamatch study FILE --time-limit 270              # what is not done by then is left
+  hf-deltamatch study FILE --save                        # final weights, for `hf-deltamatch eval`
   hf-deltamatch study FILE --report-only
 
 OUTPUT holds runs.jsonl (one line per run, written as it ends), report.md, report.json, report.png. The
-same command again does what is missing.
+same command again does what is missing. Results go to stdout; step, loss and time left of each run,
+to stderr.
 """
 
 
@@ -45,19 +48,31 @@ def add_parser(commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="record the step once and replay it (default: what the file says)",
     )
+    add(
+        "--save", action="store_true", help="keep final weights, in OUTPUT/models/KEY of runs.jsonl"
+    )
     add("--time-limit", type=float, metavar="SECONDS", help="end what is not done by then")
     add("--list", action="store_true", help="print the names of the runs and what is there of them")
     add("--report-only", action="store_true", help="write the report of what is there")
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Exit status 0 if every chosen run has a result, 1 otherwise."""
+    """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise."""
+    import transformers
+
     from hf_deltamatch.study import pool, report
     from hf_deltamatch.study.corpus import load_corpus
+    from hf_deltamatch.study.evaluate import require_lm_eval
+    from hf_deltamatch.study.model import is_known
     from hf_deltamatch.study.spec import load_study, select
 
     study = load_study(args.file)
-    runs = select(study, args.only, args.shard)
+    chosen = select(study, args.only, args.shard)
+    runs = [run for run in chosen if is_known(run.config)]
+    for setting in dict.fromkeys(run.setting for run in chosen if not is_known(run.config)):
+        print(
+            f"{setting}: left out, Transformers {transformers.__version__} has no such model type"
+        )
     devices = pool.devices_of(args.devices)
     # The file's number is for GPUs; processes on a CPU only take each other's cores.
     by_file = 1 if devices == ["cpu"] else study.runtime["workers"]
@@ -75,6 +90,8 @@ def run_command(args: argparse.Namespace) -> int:
     missing = [run for run in runs if not done(run)]
     if missing and not args.report_only:
         graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
+        if "evaluate" in missing[0].config:
+            require_lm_eval()
         load_corpus(**study.corpus)  # says here, and once, what is wrong with it
         say = lambda text: print(text, flush=True)
         say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")
@@ -88,7 +105,9 @@ def run_command(args: argparse.Namespace) -> int:
             cuda_graph=graph in (True, "auto"),
             backend=args.backend or study.runtime["backend"],
             time_limit=args.time_limit,
+            save=args.save,
             say=say,
+            show=lambda text: print(text, file=sys.stderr, flush=True),
         )
         rows = pool.read_rows(folder)
     found = report.write_report(study, rows, folder)

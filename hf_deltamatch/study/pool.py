@@ -77,14 +77,20 @@ def run_all(
     cuda_graph: bool,
     backend: str | None = None,
     time_limit: float | None = None,
+    save: bool = False,
     say: Callable[[str], None] = print,
+    show: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:
     """Train ``runs``, ``workers`` at a time on each device; returns the rows that came.
 
+    ``save``: final weights go to ``folder/models/KEY``.
+    ``say`` gets a line for each result, ``show`` those on the way.
     ``time_limit`` (seconds): runs that are not done by then are ended and leave nothing.
-    ``cuda_graph``: if a step cannot be recorded, that run and all later ones go without.
+    ``cuda_graph``: if a step cannot be recorded, that run and all later ones of its setting go
+    without.
     """
     todo, rows, active = deque(runs), [], []
+    without_graph: set[str] = set()
     context = multiprocessing.get_context("spawn")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     slots = [d for _ in range(workers) for d in devices][: len(todo)]
@@ -95,7 +101,8 @@ def run_all(
 
     def start(device: str) -> None:
         here, there = context.Pipe()
-        options = (corpus, device, cuda_graph, backend, max(1, (os.cpu_count() or 1) // len(slots)))
+        models = folder / "models" if save else None
+        options = (corpus, device, backend, max(1, (os.cpu_count() or 1) // len(slots)), models)
         process = context.Process(target=_work, args=(there, *options), daemon=True)
         process.start()
         there.close()
@@ -120,8 +127,7 @@ def run_all(
             for worker in [w for w in active if w.link in ready]:
                 kind, value = _receive(worker.link)
                 if kind == "progress":
-                    step, loss = value
-                    say(f"  {worker.run.name}: step {step}, loss {loss:.3f}")
+                    show(f"  {worker.run.name}: {value}")
                     continue
                 run, worker.run = worker.run, None
                 if kind == "done":
@@ -129,7 +135,7 @@ def run_all(
                     say(f"{_line(value)}; {len(todo) + len(active) - 1} left")
                 elif kind == "graph":
                     say(f"{run.name}: no CUDA graph, going on without ({value})")
-                    cuda_graph = False
+                    without_graph.add(run.setting)
                     todo.appendleft(run)
                 elif kind != "ready":
                     say(f"{'a worker' if run is None else run.name} failed: {value}")
@@ -140,7 +146,8 @@ def run_all(
                 )
                 if kind in whole and todo:
                     worker.run = todo.popleft()
-                    worker.link.send(worker.run)
+                    graph = cuda_graph and worker.run.setting not in without_graph
+                    worker.link.send((worker.run, graph))
                     continue
                 # Nothing to do, or a process whose device context may be broken.
                 end(worker)
@@ -161,6 +168,9 @@ def _receive(link: Connection) -> tuple[str, Any]:
 
 def _line(row: dict) -> str:
     loss = "not finite" if row["final_loss"] is None else f"{row['final_loss']:.4f}"
+    if row.get("then"):
+        then = row["then"]["final_loss"]
+        loss += f", then {'not finite' if then is None else f'{then:.4f}'}"
     return (
         f"{row['name']}: {row['status']}, loss {loss}, {row['seconds']:.0f} s, "
         f"{row['tokens_per_second']:,} tokens/s{', CUDA graph' if row['cuda_graph'] else ''}"
@@ -172,7 +182,12 @@ def _failed_row(run: Run, error: str) -> dict:
 
 
 def _work(
-    link: Connection, corpus: dict, device: str, cuda_graph: bool, backend: str | None, threads: int
+    link: Connection,
+    corpus: dict,
+    device: str,
+    backend: str | None,
+    threads: int,
+    models: Path | None,
 ) -> None:
     """The worker's process: says it is ready, then trains what it is sent."""
     torch.set_num_threads(threads)
@@ -184,7 +199,7 @@ def _work(
     link.send(("ready", None))
     while True:
         try:
-            run = link.recv()
+            run, cuda_graph = link.recv()
         except (EOFError, OSError):
             return
         try:
@@ -194,7 +209,8 @@ def _work(
                 target,
                 backend=backend,
                 cuda_graph=cuda_graph,
-                progress=lambda step, loss: link.send(("progress", (step, loss))),
+                save=models and models / run.key,
+                progress=lambda progress: link.send(("progress", str(progress))),
             )
             link.send(("done", {**row, "device": device, "environment": facts}))
         except GraphError as error:

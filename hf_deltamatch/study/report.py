@@ -7,11 +7,9 @@ import math
 import statistics
 from pathlib import Path
 
-from hf_deltamatch.study.spec import Study
-
-CLOSE, WORSE = 0.02, 0.05
-"""Nats. The claim: DM within ``CLOSE`` of the baseline wherever that is stable; SD more than
-``WORSE`` above it, or diverged, somewhere."""
+from hf_deltamatch.study import claims
+from hf_deltamatch.study.claims import spread
+from hf_deltamatch.study.spec import Run, Study
 
 
 def build_report(study: Study, rows: dict[str, dict]) -> dict:
@@ -20,34 +18,73 @@ def build_report(study: Study, rows: dict[str, dict]) -> dict:
     ``rows`` by key, as in the results file; runs of other versions of the file do not count.
     """
     mine = [(run, rows[run.key]) for run in study.runs if run.key in rows]
-    settings = {}
-    for setting in study.settings:
-        arms = {}
-        base = _by_seed(mine, setting, study.baseline)
-        for arm in study.arms:
-            found = _by_seed(mine, setting, arm)
-            if not found:
-                continue
-            arms[arm] = _arm(found, None if arm == study.baseline else base)
-        if arms:
-            settings[setting] = arms
+    settings, gaps = {}, []
+    for setting, found in sections(study, mine).items():
+        by_arm = {arm: _by_seed(found, arm) for arm in study.arms}
+        base = by_arm[study.baseline]
+        settings[setting] = {
+            arm: _arm(seeds, None if arm == study.baseline else base)
+            for arm, seeds in by_arm.items()
+            if seeds
+        }
+        gaps += [
+            {"setting": setting, **claims.check(claim, by_arm[claim.arm], by_arm[claim.to])}
+            for claim in study.claims
+            if by_arm[claim.arm] and by_arm[claim.to]
+        ]
     some = next((row for _, row in mine if row["status"] != "failed"), {})
     return {
         "name": study.name,
         "baseline": study.baseline,
         "runs": {"planned": len(study.runs), "present": len(mine)},
         "settings": settings,
-        "claim": _claim(settings, study.baseline),
+        "claim": claims.three_arms(settings, study.baseline),
+        "claims": gaps,
         "corpus": some.get("corpus"),
         "environment": some.get("environment"),
         "precision": some.get("precision"),
-        "parameters": some.get("parameters"),
+        "parameters": {
+            run.setting: row["parameters"] for run, row in mine if row["status"] != "failed"
+        },
         "study": study.source,
     }
 
 
-def _by_seed(mine: list, setting: str, arm: str) -> dict[int, dict]:
-    return {run.seed: row for run, row in mine if (run.setting, run.arm) == (setting, arm)}
+def sections(study: Study, mine: list[tuple[Run, dict]]) -> dict[str, list[tuple[Run, dict]]]:
+    """Runs and rows by setting; the second stage of a setting is a section of its own."""
+    found: dict[str, list] = {}
+    for setting in study.settings:
+        here = [(run, row) for run, row in mine if run.setting == setting]
+        if not here:
+            continue
+        found[setting] = here
+        stage = here[0][0].stage
+        if stage is not None:
+            found[stage] = [(run, _second(row)) for run, row in here]
+    return found
+
+
+def _second(row: dict) -> dict:
+    """The second stage of a run as if it were one. One that diverged before has none, and counts as
+    diverged."""
+    if row["status"] == "failed":
+        return row
+    nothing = dict.fromkeys(
+        (
+            "final_loss",
+            "best_loss",
+            "held_out_loss",
+            "grad_norm_last",
+            "seconds",
+            "tokens_per_second",
+        )
+    )
+    nothing |= {"status": "diverged", "skipped_steps": 0, "loss": [], "residual": {"values": []}}
+    return row["then"] or nothing
+
+
+def _by_seed(found: list[tuple[Run, dict]], arm: str) -> dict[int, dict]:
+    return {run.seed: row for run, row in found if run.arm == arm}
 
 
 def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
@@ -58,67 +95,43 @@ def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
         "status": {str(s): r["status"] for s, r in found.items()},
         "diverged": sum(r["status"] == "diverged" for r in ran.values()),
         "failed": len(found) - len(ran),
-        "final_loss": _spread(list(finals.values())),
-        "held_out_loss": _spread([r["held_out_loss"] for r in ran.values()]),
-        "grad_norm_last": _spread([r["grad_norm_last"] for r in ran.values()]),
+        "final_loss": spread(list(finals.values())),
+        "held_out_loss": spread([r["held_out_loss"] for r in ran.values()]),
+        "grad_norm_last": spread([r["grad_norm_last"] for r in ran.values()]),
         "skipped_steps": sum(r["skipped_steps"] for r in ran.values()),
-        "seconds": _spread([r["seconds"] for r in ran.values()]),
-        "tokens_per_second": _spread([r["tokens_per_second"] for r in ran.values()]),
+        "seconds": spread([r["seconds"] for r in ran.values()]),
+        "tokens_per_second": spread([r["tokens_per_second"] for r in ran.values()]),
     }
     residuals = [v for r in ran.values() for v in r["residual"]["values"] if v is not None]
     if residuals:
         out["residual"] = {"median": statistics.median(residuals), "max": max(residuals)}
     if base is not None:
-        pairs = [
-            (row["final_loss"], base[seed]["final_loss"])
-            for seed, row in ran.items()
-            if seed in base and base[seed]["status"] != "failed"
-        ]
-        out["gap"] = _spread([a - b for a, b in pairs if None not in (a, b)])
-        out["gap"]["not_finite"] = sum(None in pair for pair in pairs)
+        out["gap"] = claims.paired_gap(ran, base)
+    scored = {s: r["scores"] for s, r in ran.items() if "scores" in r}
+    if scored:
+        to = {s: r["scores"] for s, r in (base or {}).items() if "scores" in r}
+        out["scores"] = _scores(scored, to)
+    before = [r["held_out_before"] for r in ran.values() if "held_out_before" in r]
+    if before:
+        out["held_out_before"] = spread(before)
     return out
 
 
-def _spread(values: list) -> dict:
-    """Mean and standard deviation of the finite values; None where there are too few."""
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    return {
-        "n": len(finite),
-        "mean": statistics.fmean(finite) if finite else None,
-        "std": statistics.stdev(finite) if len(finite) > 1 else None,
-        "values": finite,
-    }
-
-
-def _claim(settings: dict, baseline: str) -> dict | None:
-    """Whether the three arms' claim holds in what ran; None without those arms."""
-    if baseline != "MP" or not any({"SD", "DM"} <= set(arms) for arms in settings.values()):
-        return None
-    stable = {
-        n: a for n, a in settings.items() if "MP" in a and not a["MP"]["diverged"] and "DM" in a
-    }
-    far, close = [], []
-    for name, arms in stable.items():
-        gap = arms["DM"]["gap"]["mean"]
-        fine = gap is not None and abs(gap) <= CLOSE and not arms["DM"]["diverged"]
-        (close if fine else far).append(name)
-    worse = [
-        name
-        for name, arms in settings.items()
-        if "SD" in arms
-        and (
-            arms["SD"]["diverged"] > arms.get("MP", {}).get("diverged", 0)
-            or (arms["SD"]["gap"]["mean"] or 0.0) > WORSE
-        )
-    ]
-    return {
-        "dm_close": close,
-        "dm_not_close": far,
-        "mp_unstable": [n for n in settings if n not in stable],
-        "sd_worse": worse,
-        "dm_holds": bool(close) and not far,
-        "sd_holds": bool(worse),
-    }
+def _scores(found: dict[int, dict], base: dict[int, dict]) -> dict[str, dict]:
+    """Of each metric the :func:`spread` over seeds, lm-eval's mean standard error, and the gap to the
+    baseline, paired over seeds."""
+    out = {}
+    names = dict.fromkeys((t, m) for tasks in found.values() for t in tasks for m in tasks[t])
+    for task, metric in names:
+        at = lambda scores, t=task, m=metric: scores.get(t, {}).get(m, (None, None))
+        errors = [at(s)[1] for s in found.values()]
+        pairs = [(at(s)[0], at(base[seed])[0]) for seed, s in found.items() if seed in base]
+        out[f"{task} {metric}"] = {
+            **spread([at(s)[0] for s in found.values()]),
+            "stderr": spread(errors)["mean"],
+            "gap": spread([a - b for a, b in pairs if None not in (a, b)]),
+        }
+    return out
 
 
 def to_markdown(report: dict, image: str | None = None) -> str:
@@ -157,11 +170,42 @@ def to_markdown(report: dict, image: str | None = None) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+        if any("scores" in a for a in arms.values()):
+            lines += _score_lines(arms, report["baseline"])
+        if any("held_out_before" in a for a in arms.values()):
+            lines += ["Held-out loss before this stage, at its context: " + _before(arms) + ".", ""]
     if report["claim"] is not None:
-        lines += _claim_lines(report["claim"])
+        lines += claims.three_arms_lines(report["claim"])
+    if report["claims"]:
+        lines += claims.lines(report["claims"])
     if image:
         lines += [f"![losses]({image})", ""]
     return "\n".join(lines)
+
+
+def _score_lines(arms: dict, baseline: str) -> list[str]:
+    lines = [
+        "lm-eval on the final weights: mean ± standard deviation over seeds (lm-eval's own standard "
+        f"error), and the gap to {baseline}, paired over seeds.",
+        "",
+        "| arm | task | score | gap |",
+        "|---|---|---|---|",
+    ]
+    for arm, a in arms.items():
+        for name, score in a.get("scores", {}).items():
+            error = "" if score["stderr"] is None else f" ({score['stderr']:.3f})"
+            gap = score["gap"]
+            shown = "" if gap["mean"] is None else f"{gap['mean']:+.3f}"
+            if gap["std"] is not None:
+                shown += f" ± {gap['std']:.3f}"
+            lines.append(f"| {arm} | {name} | {_pm(score)}{error} | {shown} |")
+    return [*lines, ""]
+
+
+def _before(arms: dict) -> str:
+    return ", ".join(
+        f"{arm} {_pm(a['held_out_before'])}" for arm, a in arms.items() if "held_out_before" in a
+    )
 
 
 def _facts(report: dict) -> list[str]:
@@ -170,8 +214,10 @@ def _facts(report: dict) -> list[str]:
         return []
     packages = env["packages"]
     versions = ", ".join(f"{p} {packages[p]}" for p in ("torch", "triton") if p in packages)
+    sizes = sorted(set(report["parameters"].values()))
+    size = " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
     return [
-        f"{env['device']}, {versions}; {report['parameters']:,} parameters, {report['precision']}. "
+        f"{env['device']}, {versions}; {size} parameters, {report['precision']}. "
         f"Corpus: {corpus['source']}, {corpus['documents']} documents, {corpus['train_bytes']:,} bytes "
         f"(SHA-256 {corpus['train_sha256'][:12]}…)."
     ]
@@ -195,22 +241,6 @@ def _gap(arm: dict) -> str:
     return (text if gap["std"] is None else f"{text} ± {gap['std']:.3f}") + lost
 
 
-def _claim_lines(claim: dict) -> list[str]:
-    names = lambda found: ", ".join(found) or "none"
-    return [
-        "## The claim",
-        "",
-        f"* DM within {CLOSE} nats of MP (mean gap) wherever MP is stable: "
-        f"**{'holds' if claim['dm_holds'] else 'does not hold'}**. Close: {names(claim['dm_close'])}; "
-        f"not close: {names(claim['dm_not_close'])}; MP diverged or missing: "
-        f"{names(claim['mp_unstable'])}.",
-        f"* SD worse by more than {WORSE} nats, or diverged more often than MP, in at least one "
-        f"setting: **{'holds' if claim['sd_holds'] else 'does not hold'}**. Worse: "
-        f"{names(claim['sd_worse'])}.",
-        "",
-    ]
-
-
 def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
     """Loss over steps, a panel per setting: thin lines are seeds, thick ones their mean."""
     import matplotlib
@@ -220,7 +250,11 @@ def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
 
     mine = [(run, rows[run.key]) for run in study.runs if run.key in rows]
     mine = [(run, row) for run, row in mine if row["status"] != "failed"]
-    shown = [s for s in study.settings if any(run.setting == s for run, _ in mine)]
+    shown = {
+        name: [(run, row) for run, row in found if row["loss"]]
+        for name, found in sections(study, mine).items()
+    }
+    shown = {name: found for name, found in shown.items() if found}
     if not shown:
         return
     columns = min(3, len(shown))
@@ -230,16 +264,15 @@ def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
     )
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
-    for axis, setting in zip(axes.flat, shown, strict=False):
+    for axis, (setting, found) in zip(axes.flat, shown.items(), strict=False):
         for index, arm in enumerate(study.arms):
-            curves = [_smooth(row["loss"]) for row in _by_seed(mine, setting, arm).values()]
+            curves = [_smooth(row["loss"]) for row in _by_seed(found, arm).values()]
             for curve in curves:
                 axis.plot(curve, color=f"C{index}", linewidth=0.6, alpha=0.5)
             if curves:
                 mean = [statistics.fmean(p) for p in zip(*curves, strict=False)]
                 axis.plot(mean, color=f"C{index}", linewidth=1.6, label=arm)
-        finals = [row["best_loss"] for run, row in mine if run.setting == setting]
-        finals = [f for f in finals if f is not None]
+        finals = [row["best_loss"] for _, row in found if row["best_loss"] is not None]
         if finals:
             axis.set_ylim(0.9 * min(finals), max(2.2 * min(finals), 1.1 * max(finals)))
         axis.set_title(setting)

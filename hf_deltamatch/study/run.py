@@ -1,13 +1,20 @@
 """One run on one device. Its state lives on the device, and no step waits for it: the host looks at
 the numbers every hundred steps. So a step can be recorded once as a CUDA graph and replayed.
+
+A second stage (``then`` in the file) goes on with the master weights of the first, at another context
+and learning rate. Its AdamW starts afresh and its schedule at step 0: give it a warm-up. A run that
+diverged in its first stage has no second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +22,14 @@ from torch import Tensor
 
 from hf_deltamatch.diagnostics import count_calls, record_row_sum
 from hf_deltamatch.study.corpus import Corpus
+from hf_deltamatch.study.evaluate import Evaluate, evaluate
 from hf_deltamatch.study.model import (
     build_model,
+    decays,
     is_direct,
+    load_weights,
     logits_of,
+    save_model,
     to_working_dtype,
 )
 from hf_deltamatch.study.spec import Run, Train
@@ -26,8 +37,24 @@ from hf_deltamatch.training.order import order_positions
 from hf_deltamatch.training.schedule import lr_factor
 
 LOOK_EVERY = 100
+SAY_EVERY = 15.0
+"""Seconds without a look after which slow steps are looked at for the progress alone."""
 WARM_STEPS = 4
 """Ordinary steps before a graph is recorded: kernels are compiled and state is allocated in them."""
+
+
+class Progress(NamedTuple):
+    """Where a run is; ``stage`` is empty in its first one."""
+
+    stage: str
+    step: int
+    steps: int
+    loss: float
+    seconds_left: float | None
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        return f"{self.stage}step {self.step} of {self.steps}, loss {self.loss:.3f}{left}"
 
 
 class GraphError(RuntimeError):
@@ -42,15 +69,28 @@ class Trainer:
     """
 
     def __init__(
-        self, config: dict, corpus: Corpus, device: torch.device, backend: str | None = None
+        self,
+        config: dict,
+        corpus: Corpus,
+        device: torch.device,
+        backend: str | None = None,
+        weights: list[Tensor] | None = None,
     ) -> None:
+        """``weights``: FP32, in the order of the parameters; None: drawn from the seed.
+
+        Raises:
+            ValueError: too little text for one sequence, or weights of another model.
+        """
         self.options = t = Train(**config["train"])
         self.device = device
         self.corpus = corpus
         self.dtype = _working_dtype(t.precision, device)
         self.model = build_model(config, device, backend)
+        if weights is not None:
+            load_weights(self.model, weights)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.master = [p.detach().clone() for p in self.params]
+        decayed = decays(self.model)
         to_working_dtype(self.model, self.dtype)
         # `to_working_dtype` may have given a parameter other memory, never another object.
         for m in self.master:
@@ -58,8 +98,11 @@ class Trainer:
         self.grads = [m.grad for m in self.master]
         self.lr = torch.tensor(t.lr, device=device)
         groups = [
-            {"params": [m for m in self.master if m.dim() >= 2], "weight_decay": t.weight_decay},
-            {"params": [m for m in self.master if m.dim() < 2], "weight_decay": 0.0},
+            {
+                "params": [m for m, d in zip(self.master, decayed, strict=True) if d is matrix],
+                "weight_decay": t.weight_decay if matrix else 0.0,
+            }
+            for matrix in (True, False)
         ]
         self.optimizer = torch.optim.AdamW(
             groups, lr=self.lr, betas=t.betas, fused=True, capturable=device.type == "cuda"
@@ -123,7 +166,9 @@ class Trainer:
         if n < 1:
             return math.nan
         starts = torch.arange(n, device=self.device) * (windows // n) * t.seq_len
-        total = sum(self.loss_of(text, part).double() * len(part) for part in starts.split(32))
+        total = sum(
+            self.loss_of(text, part).double() * len(part) for part in starts.split(t.batch_size)
+        )
         return float(total) / n
 
 
@@ -140,24 +185,63 @@ def train(
     *,
     backend: str | None = None,
     cuda_graph: bool = False,
-    progress: Callable[[int, float], None] = lambda step, loss: None,
+    save: Path | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict:
     """Train one run; returns its row of the results file, JSON types only.
+
+    ``save``: a folder for the final weights, as ``from_pretrained`` takes them.
 
     Raises:
         GraphError: the step could not be recorded; start again in a new process without a graph.
     """
-    trainer = Trainer(run.config, corpus, device, backend)
-    graph = cuda_graph and device.type == "cuda" and is_direct(trainer.model)
     # torch's remark that a capturable optimiser also runs outside of a graph.
     warnings.filterwarnings("ignore", message=".*capturable=True.*")
-    if device.type == "cuda":
-        # A stream of its own: what is recorded and what is not must share one.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            row = _loop(trainer, graph, progress)
-    else:
-        row = _loop(trainer, graph, progress)
+    with _own_stream(device):
+        row, trainer = _stages(run.config, corpus, device, backend, cuda_graph, progress)
+        if "evaluate" in run.config:
+            options = Evaluate(**run.config["evaluate"])
+            last = row.get("then") or row
+            last["scores"] = evaluate(trainer.model, options, corpus, trainer.options.seq_len)
+        if save is not None:
+            save_model(trainer.model, save)
     return {**identity(run), **row, "corpus": corpus.facts}
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """What is recorded as a graph and what is not must share a stream, which is not the default."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+def _stages(
+    config: dict,
+    corpus: Corpus,
+    device: torch.device,
+    backend: str | None,
+    cuda_graph: bool,
+    progress: Callable[[Progress], None],
+) -> tuple[dict, Trainer]:
+    """The row, and the last stage's trainer."""
+    trainer = Trainer(config, corpus, device, backend)
+    graph = cuda_graph and device.type == "cuda" and is_direct(trainer.model)
+    row = _loop(trainer, graph, "", progress)
+    then = config.get("then")
+    if then is None:
+        return row, trainer
+    if row["status"] != "done":
+        return {**row, "then": None}, trainer
+    # Only the weights: two models and two optimisers need not fit.
+    weights = trainer.master
+    del trainer
+    trainer = Trainer({**config, **then}, corpus, device, backend, weights)
+    before = number(trainer.held_out_loss())
+    second = _loop(trainer, graph, f"{trainer.options.seq_len} tokens, ", progress)
+    return {**row, "then": {**second, "held_out_before": before}}, trainer
 
 
 def identity(run: Run) -> dict:
@@ -172,11 +256,11 @@ def identity(run: Run) -> dict:
     }
 
 
-def _loop(trainer: Trainer, graph: bool, progress: Callable[[int, float], None]) -> dict:
+def _loop(trainer: Trainer, graph: bool, stage: str, progress: Callable[[Progress], None]) -> dict:
     t = trainer.options
     measured = _residual_steps(t, trainer)
     replay, residuals, calls = None, {}, {}
-    began = started = time.perf_counter()
+    began = started = looked = time.perf_counter()
     start_step, stopped = 0, None
     for step in range(t.steps):
         if step == min(WARM_STEPS, t.steps - 1):
@@ -195,11 +279,17 @@ def _loop(trainer: Trainer, graph: bool, progress: Callable[[int, float], None])
             replay()
         else:
             trainer.step()
-        if (step + 1) % LOOK_EVERY == 0 or step + 1 == t.steps:
-            progress(step + 1, trainer.losses[step].item())
-            if trainer.skipped.item() > t.max_skipped:
-                stopped = step + 1
-                break
+        look = (step + 1) % LOOK_EVERY == 0 or step + 1 == t.steps
+        if look or time.perf_counter() - looked > SAY_EVERY:
+            loss, looked = trainer.losses[step].item(), time.perf_counter()
+            # What comes before `started` is compiling.
+            timed = step + 1 - start_step
+            left = None if start_step == 0 else (t.steps - step - 1) * (looked - started) / timed
+            progress(Progress(stage, step + 1, t.steps, loss, left))
+        # At set steps alone: where a run ends must not depend on how fast it was.
+        if look and trainer.skipped.item() > t.max_skipped:
+            stopped = step + 1
+            break
     _wait(trainer.device)
     timed, timed_steps = time.perf_counter() - started, step + 1 - start_step
     losses, norms = trainer.losses.tolist(), trainer.norms.tolist()

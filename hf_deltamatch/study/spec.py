@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.study.evaluate import Evaluate
 from hf_deltamatch.training.schedule import SCHEDULES
 
 ARMS: dict[str, dict] = {
@@ -51,14 +52,26 @@ class Train:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "last", "held_out_sequences"):
-            _check(isinstance(v := getattr(self, name), int) and v >= 1, name, v, "at least 1")
+            _check(
+                isinstance(v := getattr(self, name), int) and v >= 1,
+                f"train.{name}",
+                v,
+                "at least 1",
+            )
         for name in ("warmup", "residual_every", "max_skipped"):
-            _check(isinstance(v := getattr(self, name), int) and v >= 0, name, v, "0 or more")
+            _check(
+                isinstance(v := getattr(self, name), int) and v >= 0,
+                f"train.{name}",
+                v,
+                "0 or more",
+            )
         for name in ("lr", "clip", "diverged_above"):
             v = getattr(self, name)
-            _check(isinstance(v, int | float) and v > 0, name, v, "a positive number")
-        _check(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {SCHEDULES}")
-        _check(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
+            _check(isinstance(v, int | float) and v > 0, f"train.{name}", v, "a positive number")
+        _check(self.schedule in SCHEDULES, "train.schedule", self.schedule, f"one of {SCHEDULES}")
+        _check(
+            self.precision in PRECISIONS, "train.precision", self.precision, f"one of {PRECISIONS}"
+        )
         object.__setattr__(self, "betas", tuple(self.betas))
 
 
@@ -66,7 +79,7 @@ def _check(fine: bool, name: str, value: object, allowed: str) -> None:
     if not fine:
         # YAML reads 3e-3 as text: the dot is part of its numbers.
         hint = " (YAML numbers need a dot: 3.0e-3)" if isinstance(value, str) else ""
-        raise ValueError(f"study: train.{name} is {value!r}; it must be {allowed}{hint}.")
+        raise ValueError(f"study: {name} is {value!r}; it must be {allowed}{hint}.")
 
 
 @dataclass(frozen=True)
@@ -83,10 +96,27 @@ class Run:
         return f"{self.setting} / {self.arm} / seed {self.seed}"
 
     @property
+    def stage(self) -> str | None:
+        """The name of the setting's second stage, None without one."""
+        if "then" not in self.config:
+            return None
+        return f"{self.setting}, then {self.config['then']['train']['seq_len']} tokens"
+
+    @property
     def key(self) -> str:
         """Changes with anything that can change the result."""
         text = json.dumps(self.config, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A gap to report: of ``arm`` to the arm ``to``, and the bound that it is to keep, if any."""
+
+    arm: str
+    to: str
+    within: float | None = None
+    """Nats: the mean of the paired gaps is at most so far from zero, in every setting."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +131,7 @@ class Study:
     corpus: dict[str, Any]
     runs: list[Run]
     runtime: dict[str, Any]
+    claims: list[Claim]
     source: dict[str, Any]
 
 
@@ -112,10 +143,14 @@ _TOP = {
     "corpus",
     "model",
     "train",
+    "then",
     "settings",
+    "claims",
+    "evaluate",
     "runtime",
 }
-_SETTING = {"name", "model", "train", "priority"}
+_SETTING = {"name", "model", "train", "then", "priority"}
+_TRAIN = {f.name for f in dataclasses.fields(Train)}
 _RUNTIME = {"workers": 4, "cuda_graph": "auto", "backend": None}
 _CORPUS = {"source": "stdlib", "held_out_every": 50, "limit_bytes": 64 * 2**20}
 
@@ -150,9 +185,10 @@ def parse_study(data: Any, where: str = "study") -> Study:
         raise ValueError(f"study: seeds is {seeds!r}; it must be a list of whole numbers.")
     corpus = {**_CORPUS, **_section(data, "corpus", set(_CORPUS), where)}
     runtime = {**_RUNTIME, **_section(data, "runtime", set(_RUNTIME), where)}
-    fields = {f.name for f in dataclasses.fields(Train)}
-    base_train = _section(data, "train", fields, where)
+    base_train = _section(data, "train", _TRAIN, where)
     base_model = _section(data, "model", None, where)
+    evaluation = _section(data, "evaluate", {f.name for f in dataclasses.fields(Evaluate)}, where)
+    base_then = _section(data, "then", _TRAIN | {"model"}, where)
     settings = data.get("settings", [{"name": "default"}])
     if not isinstance(settings, list) or not settings:
         raise ValueError("study: settings must be a list with at least one entry.")
@@ -165,10 +201,11 @@ def parse_study(data: Any, where: str = "study") -> Study:
         if setting["name"] in names:
             raise ValueError(f"study: two settings are called {setting['name']!r}.")
         names.append(setting["name"])
-        train = Train(**{**base_train, **_section(setting, "train", fields, here)})
+        train = Train(**{**base_train, **_section(setting, "train", _TRAIN, here)})
         model = {**base_model, **_section(setting, "model", None, here)}
         if "model_type" not in model:
             raise ValueError(f"study: {here}: the model has no model_type, as in `llama`.")
+        then = {**base_then, **_section(setting, "then", _TRAIN | {"model"}, here)}
         for index, (arm, choice) in enumerate(arms.items()):
             for seed in seeds:
                 config = {
@@ -178,13 +215,18 @@ def parse_study(data: Any, where: str = "study") -> Study:
                     "corpus": corpus,
                     "seed": seed,
                 }
+                if evaluation:
+                    config["evaluate"] = dataclasses.asdict(Evaluate(**evaluation))
+                if then:
+                    config["then"] = _stage(train, model, then, f"then in {here}")
                 # As JSON has it: tuples are lists, so that a key does not depend on where it is made.
                 config = json.loads(json.dumps(config))
                 order = (setting.get("priority", 0), seeds.index(seed), at, index)
                 rows.append((order, Run(setting["name"], arm, seed, config)))
     runs = [run for _, run in sorted(rows, key=lambda row: row[0])]
     name = str(data.get("name", Path(where).stem))
-    return Study(name, baseline, arms, names, seeds, corpus, runs, runtime, data)
+    claims = _claims(data.get("claims") or [], arms, baseline)
+    return Study(name, baseline, arms, names, seeds, corpus, runs, runtime, claims, data)
 
 
 def select(study: Study, only: list[str] | None, shard: str | None) -> list[Run]:
@@ -232,6 +274,37 @@ def _section(data: dict, name: str, known: set[str] | None, where: str) -> dict:
     return section
 
 
+def _stage(train: Train, model: dict, then: dict, where: str) -> dict:
+    """What is different in the second stage, over what the first one has."""
+    changed = dict(then)
+    fields = _section(changed, "model", None, where)
+    changed.pop("model", None)
+    second = Train(**{**dataclasses.asdict(train), **changed})
+    return {"train": dataclasses.asdict(second), "model": {**model, **fields}}
+
+
+def _claims(claims: Any, arms: dict, baseline: str) -> list[Claim]:
+    if not isinstance(claims, list) or not all(isinstance(c, dict) for c in claims):
+        raise ValueError(
+            f"study: claims is {claims!r}; it must be a list, as in [{{arm: DM, within: 0.02}}]."
+        )
+    found = []
+    for at, claim in enumerate(claims):
+        here = f"claims[{at}]"
+        _known(claim, {"arm", "to", "within"}, here)
+        one = Claim(claim.get("arm", ""), claim.get("to", baseline), claim.get("within"))
+        for name in (one.arm, one.to):
+            if name not in arms:
+                raise ValueError(f"study: {here} names {name!r}; arms are {', '.join(arms)}.")
+        if one.arm == one.to:
+            raise ValueError(f"study: {here} compares {one.arm!r} with itself; give another `to`.")
+        if one.within is not None:
+            fine = isinstance(one.within, int | float) and one.within > 0
+            _check(fine, f"{here}.within", one.within, "a positive number")
+        found.append(one)
+    return found
+
+
 def _arms(arms: Any) -> dict[str, dict]:
     """Name to resolved recipes: ``attention`` is ``"sdpa"`` or fields, ``linear`` None or fields."""
     if isinstance(arms, list):
@@ -246,7 +319,7 @@ def _arms(arms: Any) -> dict[str, dict]:
                 f"study: arm {name!r} is not one of {', '.join(ARMS)}; describe it, as in "
                 f"{name}: {{attention: delta_matching, linear: blockwise}}."
             )
-        _known(arm, {"attention", "linear"}, f"arm {name!r}")
+        _known(arm, {"attention", "linear", "leave"}, f"arm {name!r}")
         attention, linear = arm.get("attention", "sdpa"), arm.get("linear")
         out[name] = {
             "attention": attention
@@ -254,6 +327,14 @@ def _arms(arms: Any) -> dict[str, dict]:
             else _recipe(AttentionRecipe, attention).to_dict(),
             "linear": None if linear is None else _recipe(LinearRecipe, linear).to_dict(),
         }
+        leave = arm.get("leave")
+        if leave is not None:
+            if linear is None or not isinstance(leave, list) or not leave:
+                raise ValueError(
+                    f"study: arm {name!r}: leave is {leave!r}; beside `linear`, it must be a list of "
+                    "module patterns whose linears stay as they are, as in ['*.self_attn']."
+                )
+            out[name]["leave"] = leave
     return out
 
 

@@ -1,0 +1,134 @@
+"""What a study claims of its arms, and whether its runs bear it out. Gaps are paired over seeds: the
+same first weights, the same data.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from hf_deltamatch.study.spec import Claim
+
+CLOSE, WORSE = 0.02, 0.05
+"""Nats. The three arms' claim: DM within ``CLOSE`` of the baseline wherever that is stable; SD more
+than ``WORSE`` above it, or diverged, somewhere."""
+
+
+def spread(values: list) -> dict:
+    """Mean and standard deviation of the finite values; None where there are too few."""
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    return {
+        "n": len(finite),
+        "mean": statistics.fmean(finite) if finite else None,
+        "std": statistics.stdev(finite) if len(finite) > 1 else None,
+        "values": finite,
+    }
+
+
+def paired_gap(found: dict[int, dict], to: dict[int, dict]) -> dict:
+    """:func:`spread` of final losses, ``found`` minus ``to``, over the seeds that both have; runs that
+    failed do not count, and ``not_finite`` counts pairs without a number."""
+    ran = {seed: row for seed, row in found.items() if row["status"] != "failed"}
+    pairs = {
+        seed: (row["final_loss"], to[seed]["final_loss"])
+        for seed, row in ran.items()
+        if seed in to and to[seed]["status"] != "failed"
+    }
+    finite = {seed: a - b for seed, (a, b) in pairs.items() if None not in (a, b)}
+    return {
+        **spread(list(finite.values())),
+        "by_seed": {str(seed): gap for seed, gap in finite.items()},
+        "not_finite": len(pairs) - len(finite),
+    }
+
+
+def check(claim: Claim, found: dict[int, dict], to: dict[int, dict]) -> dict:
+    """A line of the file's ``claims`` in one setting. ``holds`` is None where there is no bound or no
+    pair; where ``to`` diverged, there is nothing to be close to."""
+    gap = paired_gap(found, to)
+    stable = all(row["status"] != "diverged" for row in to.values())
+    holds = None
+    if claim.within is not None and stable and (gap["n"] or gap["not_finite"]):
+        calm = all(row["status"] != "diverged" for row in found.values())
+        holds = calm and not gap["not_finite"] and abs(gap["mean"]) <= claim.within
+    return {
+        "arm": claim.arm,
+        "to": claim.to,
+        "within": claim.within,
+        "gap": gap,
+        "holds": holds,
+    }
+
+
+def lines(found: list[dict]) -> list[str]:
+    """The page's table of :func:`check`'s answers."""
+    out = [
+        "## Gaps and bounds",
+        "",
+        "Mean ± standard deviation of the gaps paired over seeds, and the gap of each seed.",
+        "",
+        "| setting | arm | to | gap | by seed | bound | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        gap = one["gap"]
+        mean = "–" if gap["mean"] is None else f"{gap['mean']:+.4f}"
+        if gap["std"] is not None:
+            mean += f" ± {gap['std']:.4f}"
+        if gap["not_finite"]:
+            mean += f" ({gap['not_finite']} not finite)"
+        seeds = ", ".join(f"{value:+.4f}" for value in gap["by_seed"].values())
+        bound = "" if one["within"] is None else f"{one['within']:g}"
+        word = {True: "**holds**", False: "**does not hold**", None: ""}[one["holds"]]
+        if one["within"] is not None and not word:
+            word = f"{one['to']} diverged or is missing"
+        cells = [one["setting"], one["arm"], one["to"], mean, seeds, bound, word]
+        out.append("| " + " | ".join(cells) + " |")
+    return [*out, ""]
+
+
+def three_arms(settings: dict, baseline: str) -> dict | None:
+    """Whether the three arms' claim holds in what ran; None without those arms."""
+    if baseline != "MP" or not any({"SD", "DM"} <= set(arms) for arms in settings.values()):
+        return None
+    stable = {
+        n: a for n, a in settings.items() if "MP" in a and not a["MP"]["diverged"] and "DM" in a
+    }
+    far, close = [], []
+    for name, arms in stable.items():
+        gap = arms["DM"]["gap"]["mean"]
+        fine = gap is not None and abs(gap) <= CLOSE and not arms["DM"]["diverged"]
+        (close if fine else far).append(name)
+    worse = [
+        name
+        for name, arms in settings.items()
+        if "SD" in arms
+        and (
+            arms["SD"]["diverged"] > arms.get("MP", {}).get("diverged", 0)
+            or (arms["SD"]["gap"]["mean"] or 0.0) > WORSE
+        )
+    ]
+    return {
+        "dm_close": close,
+        "dm_not_close": far,
+        "mp_unstable": [n for n in settings if n not in stable],
+        "sd_worse": worse,
+        "dm_holds": bool(close) and not far,
+        "sd_holds": bool(worse),
+    }
+
+
+def three_arms_lines(claim: dict) -> list[str]:
+    names = lambda found: ", ".join(found) or "none"
+    return [
+        "## The claim",
+        "",
+        f"* DM within {CLOSE} nats of MP (mean gap) wherever MP is stable: "
+        f"**{'holds' if claim['dm_holds'] else 'does not hold'}**. Close: {names(claim['dm_close'])}; "
+        f"not close: {names(claim['dm_not_close'])}; MP diverged or missing: "
+        f"{names(claim['mp_unstable'])}.",
+        f"* SD worse by more than {WORSE} nats, or diverged more often than MP, in at least one "
+        f"setting: **{'holds' if claim['sd_holds'] else 'does not hold'}**. Worse: "
+        f"{names(claim['sd_worse'])}.",
+        "",
+    ]
