@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_deltamatch.benchmarks import command as bench
 from hf_deltamatch.evaluation import command as evaluation
+from hf_deltamatch.evaluation import compare_command as compare
 from hf_deltamatch.study import command as study
 from hf_deltamatch.training import plot
 
@@ -26,6 +27,7 @@ examples:
   hf-deltamatch plot runs/pretrain_tiny
   hf-deltamatch eval PATH --tasks delta_matching --batch_size 8 --output_path results --log_samples
   hf-deltamatch eval ls tasks
+  hf-deltamatch compare mp=results/mp dm=results/dm --json mp_dm.json
 """
 
 RECIPE_FLAGS = {
@@ -47,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["eval"]:
         return _eval(argv[1:])
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
     args = _parser().parse_args(argv)
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
@@ -96,8 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     study.add_parser(commands)
     plot.add_parser(commands)
-    # Only for --help: `eval` hands everything to lm-eval.
+    # Only for --help: these two hand arguments on to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
+    commands.add_parser("compare", help="evaluations side by side, with standard errors")
     return parser
 
 
@@ -220,3 +225,12 @@ def _eval(argv: list[str]) -> int:
         if "DEBUG" in map(str.upper, argv):
             raise
         return _failed("eval", error, " (--verbosity DEBUG shows where)")
+
+
+def _compare(argv: list[str]) -> int:
+    try:
+        return compare.run(argv, write=_write_json)
+    except (ImportError, ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        if "DEBUG" in map(str.upper, argv):
+            raise
+        return _failed("compare", error)
