@@ -20,7 +20,7 @@ from hf_deltamatch import AttentionRecipe, cli
 from hf_deltamatch.testing import rel_rms
 
 lm_eval = pytest.importorskip("lm_eval")
-import lm_eval.tasks  # noqa: E402, F811
+lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
 
 from hf_deltamatch.evaluation import groups  # noqa: E402
 from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
@@ -190,7 +190,7 @@ def test_answers_are_those_of_the_model_itself(checkpoint) -> None:
 
 def test_task_groups_name_lm_evals_own_tasks() -> None:
     """Of every member: a task of that name is in lm-eval, and of the RULER group all of lm-eval's."""
-    root = Path(lm_eval.tasks.__file__).parent
+    root = Path(lm_eval_tasks.__file__).parent
     folders = ["arc", "hellaswag", "lambada", "openbookqa", "piqa", "ruler", "sciq", "super_glue"]
     theirs = [str(root / name) for name in (*folders, "winogrande")]
     manager = groups.task_manager(theirs, include_defaults=False)
@@ -204,18 +204,18 @@ def test_task_groups_name_lm_evals_own_tasks() -> None:
 
 
 def test_tasks_are_listed_beside_those_of_a_user(monkeypatch, capsys) -> None:
-    stock = lm_eval.tasks.TaskManager
+    stock = lm_eval_tasks.TaskManager
 
     class OnlyGiven(stock):  # lm-eval's own take long to read
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **{**kwargs, "include_defaults": False})
 
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", OnlyGiven)
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", OnlyGiven)
     assert cli.main(["eval", "ls", "tasks", "--include_path", str(TASKS)]) == 0
     out = capsys.readouterr().out
     for name in ("delta_matching", "delta_matching_long", "tiny", "tiny_gen"):
         assert re.search(rf"^\|{name} *\|", out, re.MULTILINE), name
-    assert lm_eval.tasks.TaskManager is OnlyGiven
+    assert lm_eval_tasks.TaskManager is OnlyGiven
 
 
 def test_groups_are_in_the_package() -> None:
