@@ -54,7 +54,11 @@ def write(folder: Path, values: dict, *, samples: bool = True, **changes) -> Pat
             **{t: {"acc": True} for t in ("easy", "hard", "both")},
             "words": {"perplexity": False},
         },
-        "config": {"limit": None, "fewshot_seed": 1234, "deltamatch": {"attention": {"bf16": 2}}},
+        "config": {
+            "limit": None,
+            "fewshot_seed": 1234,
+            "deltamatch": {"attention": {"bf16": 2}, "linear": {}},
+        },
         "model_name": f"models/{folder.name}",
     }
     for path, value in changes.items():
@@ -230,7 +234,7 @@ def test_command(tmp_path, monkeypatch, capsys) -> None:
     assert row.split(" | ")[1:3] == ["acc ↑", "6"] and row.endswith("| paired, unpaired |")
     assert f"| +{statistics.fmean(hard):.4f} ± {se(hard):.4f} |" in row
     assert any(line.startswith("| **both** |") for line in lines)
-    assert "* dm: models/dm, attention bf16 × 2" in lines
+    assert "* dm: models/dm, attention bf16 × 2, linear not in FP8" in lines
     found = json.loads((tmp_path / "c.json").read_text())
     assert found["baseline"] == "mp" and list(found["runs"]) == ["mp", "dm", "SD"]
     assert found["environment"]["packages"]["torch"]

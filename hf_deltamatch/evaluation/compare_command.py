@@ -153,9 +153,11 @@ def to_markdown(found: dict) -> str:
     lines += ["", "± is one standard error, of a difference: as the last column says. Runs:", ""]
     for name, facts in found["runs"].items():
         said = [
-            f"{what} {_recipes(facts[what])}" for what in ("attention", "linear") if facts[what]
+            f"{what} {_recipes(facts[what]) or 'not in FP8'}"
+            for what in ("attention", "linear")
+            if facts[what] is not None  # else lm-eval's own model, which does not say
         ]
-        lines.append(f"* {name}: {facts['model']}" + "".join(f", {s}" for s in said))
+        lines.append(f"* {name}: " + ", ".join([str(facts["model"]), *said]))
     lines += [f"* note: {note}" for note in found["notes"]]
     return "\n".join(lines)
 
