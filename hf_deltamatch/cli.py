@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from hf_deltamatch.benchmarks import command as bench
+from hf_deltamatch.evaluation import command as evaluation
+from hf_deltamatch.evaluation import compare_command as compare
 from hf_deltamatch.study import command as study
 from hf_deltamatch.training import plot
 
@@ -23,8 +25,9 @@ examples:
   hf-deltamatch bench step --layers 8 --json step.json
   hf-deltamatch study examples/configs/study_table.yaml --output runs/table
   hf-deltamatch plot runs/pretrain_tiny
-  hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
+  hf-deltamatch eval PATH --tasks delta_matching --batch_size 8 --output_path results --log_samples
   hf-deltamatch eval ls tasks
+  hf-deltamatch compare mp=results/mp dm=results/dm --json mp_dm.json
 """
 
 RECIPE_FLAGS = {
@@ -40,27 +43,14 @@ RECIPE_FLAGS = {
     "descale": "both: pow2 or fp32",
 }
 
-EVAL_HELP = """\
-hf-deltamatch eval: lm-eval's own command with our model as the default (--model hf-deltamatch).
-
-  hf-deltamatch eval --model_args pretrained=PATH,attention=delta_matching --tasks lambada_openai
-  hf-deltamatch eval ls tasks
-
-model_args of ours, besides those of lm-eval's `hf`:
-  pretrained    a local path or hub name (needed)
-  attention     recipe name, `none`, or `auto`: what the checkpoint says, else delta_matching
-  linear        recipe name, `none`, or `auto`: what the checkpoint says, else blockwise
-  fp8_backend   a backend by name, `reference` for the slow path on a GPU without a kernel
-
-Results record under config.deltamatch what really ran. The rest is lm-eval's own help.
-"""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["eval"]:
         return _eval(argv[1:])
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
     args = _parser().parse_args(argv)
     try:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
@@ -110,8 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     study.add_parser(commands)
     plot.add_parser(commands)
-    # Only for --help: `eval` hands everything to lm-eval.
+    # Only for --help: these two hand arguments on to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
+    commands.add_parser("compare", help="evaluations side by side, with standard errors")
     return parser
 
 
@@ -229,49 +220,17 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _eval(argv: list[str]) -> int:
     try:
-        from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
-        print(
-            f"hf-deltamatch eval: lm-eval is not installed ({error}). "
-            'Install it with: pip install "hf-deltamatch[eval]"',
-            file=sys.stderr,
-        )
-        return 2
-    import hf_deltamatch.hf.lm_eval  # noqa: F401 - registers the model
-
-    saved = sys.argv
-    try:
-        sys.argv = ["lm-eval", *_lm_eval_arguments(argv)]
-        cli_evaluate()
-    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        return evaluation.run(argv)
+    except (ImportError, ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         if "DEBUG" in map(str.upper, argv):
             raise
         return _failed("eval", error, " (--verbosity DEBUG shows where)")
-    finally:
-        sys.argv = saved
-    return 0
 
 
-def _lm_eval_arguments(argv: list[str]) -> list[str]:
-    """lm-eval's own arguments: `run` and our model unless another is named.
-
-    Raises:
-        ValueError: what our model cannot do without, said before lm-eval loads anything.
-    """
-    if argv[:1] in (["ls"], ["validate"]):
-        return argv
-    if argv[:1] == ["run"]:
-        argv = argv[1:]
-    if any(a in ("-h", "--help") for a in argv):
-        print(EVAL_HELP, flush=True)
-        return ["run", "--help"]
-    has = lambda *starts: any(a.startswith(starts) for a in argv)
-    ours = not has("--model=", "-M") and "--model" not in argv
-    if not has("--config", "-C"):  # else the file may say it
-        if not has("--task", "-t"):
-            raise ValueError("--tasks is missing; `hf-deltamatch eval ls tasks` lists them.")
-        if ours and not any("pretrained" in a for a in argv):
-            raise ValueError(
-                "--model_args pretrained=PATH is missing; PATH is a local path or hub name."
-            )
-    return ["run", *(["--model", "hf-deltamatch"] if ours else []), *argv]
+def _compare(argv: list[str]) -> int:
+    try:
+        return compare.run(argv, write=_write_json)
+    except (ImportError, ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        if "DEBUG" in map(str.upper, argv):
+            raise
+        return _failed("compare", error)

@@ -26,6 +26,7 @@ ALLOWED = {
     "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
     "training": {"recipes", "ops", "hf", "diagnostics", "environment"},
     "study": {"recipes", "ops", "hf", "diagnostics", "environment", "training"},
+    "evaluation": {"hf", "environment"},
     "cli": {
         "recipes",
         "ops",
@@ -36,6 +37,7 @@ ALLOWED = {
         "benchmarks",
         "study",
         "training",
+        "evaluation",
     },
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
     "__main__": {"cli"},
@@ -44,7 +46,7 @@ ALLOWED = {
 ONLY_IN = {
     "triton": {"kernels"},
     "transformers": {"hf", "cli", "benchmarks", "study"},
-    "lm_eval": {"hf", "cli"},
+    "lm_eval": {"hf", "evaluation"},
     "peft": {"hf"},
     "accelerate": set(),
     "datasets": set(),

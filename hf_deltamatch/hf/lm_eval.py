@@ -15,6 +15,8 @@ that config leaves in high precision stays so.
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from hf_deltamatch.hf.modules import (
 )
 from hf_deltamatch.ops.observe import CALLS
 
+_LOG = logging.getLogger(__name__)
 _DEFAULTS = {"attention": "delta_matching", "linear": "blockwise"}
 
 
@@ -75,6 +78,24 @@ class DeltaMatchLM(HFLM):
                 "recipe, backend=…) and swap_linears(model, recipe, backend=…) on it."
             )
         super().__init__(pretrained, **kwargs)
+        if isinstance(pretrained, str) and kwargs.get("tp_plan") is None:
+            self._share_documents()
+
+    def _share_documents(self) -> None:
+        """Data parallelism with any device; lm-eval's own needs several GPUs in one process's sight.
+
+        Elsewhere (CPU, one visible GPU a process) each process would do all documents, and on
+        several machines those of its place on its own machine.
+        """
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None:
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _LOG.warning(
+                "%s processes were launched but Accelerate sees one: each evaluates all documents. "
+                "On CPUs launch with ACCELERATE_USE_CPU=true torchrun --nproc_per_node N.",
+                os.environ["WORLD_SIZE"],
+            )
 
     def _create_model(self, *args, quantization_config=None, **kwargs) -> None:
         saved = isinstance(quantization_config, DeltaMatchConfig)
@@ -144,6 +165,7 @@ class DeltaMatchLM(HFLM):
             "attention_modules": len(attention_modules(self.model)),
             "linear": dict(linear_recipes),
             "fp8_linears": linears,
+            "processes": self.world_size,  # the calls are those of the first
             "calls": dict(CALLS - self._calls_before),
             "weights_sha256": _weights_sha256(self.pretrained),
             "environment": environment(),

@@ -1,0 +1,1 @@
+"""Evaluation with lm-eval: its command with our model and task groups, comparisons, released models."""
