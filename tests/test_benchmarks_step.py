@@ -54,7 +54,9 @@ def test_arms_learn_the_same(weights: str, small_vocabulary) -> None:
         assert len(row["grad_norms"]) == 2 + 1 + 9 * 2
     assert rows["fp8"]["losses"] != rows["bf16"]["losses"]
     off = step.agree(rows["fp8"], rows["bf16"])
-    assert 0 < off["losses"] < step.MAX_LOSS_DIFFERENCE and off["grad_norms"] > 1e-3
+    assert 0 < off["loss"] < step.MAX_LOSS_DIFFERENCE
+    assert off["grad_norms"] > 1e-3 and 0.01 < off["gradients"] < step.MAX_GRADIENT_DIFFERENCE
+    print(off)
 
 
 @pytest.mark.slow
@@ -68,7 +70,7 @@ def test_a_layer_is_compiled_once_for_all(small_vocabulary) -> None:
 def _found(ms: float, gib: float, **changes) -> dict:
     found = {
         "step_ms": ms, "peak_GiB": gib, "losses": [6.0, 5.0], "grad_norms": {"a": 1.0, "b": 2.0},
-        "graphs": 2, "graph_breaks": 0, "process_s": 30.0,
+        "gradients": {"a": [1.0, 0.0], "b": [1.0, -1.0]}, "graphs": 2, "graph_breaks": 0, "process_s": 30.0,
     }  # fmt: skip
     return found | changes
 
@@ -76,8 +78,12 @@ def _found(ms: float, gib: float, **changes) -> dict:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": [6.0, 5.1]}, "losses of the first steps are 0.02"),
-        ({"losses": [6.0, math.nan]}, "losses of the first steps"),
+        ({"losses": [6.12, 5.0]}, "first loss is 0.02"),
+        ({"losses": [math.nan, 5.0]}, "first loss is nan"),
+        ({"losses": [6.0, math.nan]}, "do not fall"),
+        ({"losses": [6.0, 6.5]}, "do not fall"),
+        ({"gradients": {"a": [1.0, 0.0], "b": [-1.0, 1.0]}}, "gradient of b is 2 away"),
+        ({"gradients": {"a": [1.0, math.nan], "b": [1.0, -1.0]}}, "gradient of a is nan"),
         ({"grad_norms": {"a": 1.0, "b": 3.0}}, "gradient of b has a norm 0.5 away"),
         ({"grad_norms": {"a": math.nan, "b": 2.0}}, "gradient of a"),
         ({"grad_norms": {"a": 1.0}}, "other parameters"),
@@ -91,7 +97,7 @@ def test_what_does_not_agree(changes: dict, words: str) -> None:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
     """A device with answers instead of processes."""
-    answers = {"bf16": _found(200.0, 20.0), "fp8": _found(100.0, 12.0, losses=[6.01, 5.0])}
+    answers = {"bf16": _found(200.0, 20.0), "fp8": _found(100.0, 12.0, losses=[6.003, 5.0])}
     asked = []
 
     def run(function, request, timeout):
@@ -123,13 +129,14 @@ def test_command(machine, tmp_path, capsys) -> None:
     assert rows["fp8"]["mfu"] == pytest.approx(size.flops / 0.1 / 989e12)
     assert rows["fp8"]["share_of_bf16_matmul"] == pytest.approx(size.flops / 0.1 / 700e12)
     assert (rows["fp8"]["speedup"], rows["fp8"]["memory"]) == (2.0, 0.6)
-    assert rows["fp8"]["difference"]["losses"] == pytest.approx(0.01 / 6.0)
-    assert "grad_norms" not in rows["fp8"] and result["environment"]["packages"]["torch"]
+    assert rows["fp8"]["difference"]["loss"] == pytest.approx(0.003 / 6.0)
+    assert not {"grad_norms", "gradients"} & set(rows["fp8"])
+    assert result["environment"]["packages"]["torch"]
 
-    answers["fp8"] = _found(100.0, 12.0, losses=[6.0, 5.5])
+    answers["fp8"] = _found(100.0, 12.0, losses=[6.5, 5.5])
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
-    assert "fp8: losses of the first steps" in captured.err and "not timed" in captured.out
+    assert "fp8: the first loss is" in captured.err and "not timed" in captured.out
     assert "step_ms" not in json.loads(path.read_text())["shapes"][0]["rows"]["fp8"]
     answers["bf16"] = process.ArmFailed("out of memory")
     assert cli.main(arguments) == 2

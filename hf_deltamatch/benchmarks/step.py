@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,8 +18,11 @@ from hf_deltamatch.benchmarks.verify import WrongNumbers
 BASELINE = "bf16"
 DEFAULT_ARMS = (BASELINE, "fp8")
 ARM_S = 240.0
-MAX_LOSS_DIFFERENCE = 0.01
-"""Relative, of the losses of the first steps: they start from the same weights and tokens."""
+MAX_LOSS_DIFFERENCE = 5e-3
+"""Relative, of the first loss: the same weights and tokens. (After a step of Adam they are others: its
+first step is the gradient's sign, so that rounding turns small elements around.)"""
+MAX_GRADIENT_DIFFERENCE = 0.5
+"""Relative, of the first gradient of a parameter, at 512 of its elements."""
 MAX_NORM_DIFFERENCE = 0.2
 """Relative, of the norm of every parameter's first gradient. Rounding of FP8 that is independent of
 the gradient adds the square of its share: 0.1 of error is 0.005 of norm."""
@@ -27,6 +32,8 @@ NOMINAL_BF16 = {"H200": 989.0, "H100 80GB": 989.0, "B200": 2250.0, "A100": 312.0
 METHOD = {
     "step_ms": "forward, backward, fused AdamW: queues of 5 steps launched without a wait, the median "
     "of 3 queues, after 4 steps",
+    "recorded_ms": "the same step recorded as a CUDA graph and replayed, for every arm: what is left when "
+    "the host is never waited for; rates and speed-up of it beside it",
     "weights": "bf16: weights, gradients and optimiser state in BF16; fp32: all of them in FP32, under "
     "autocast to BF16",
     "compile": "every layer and the loss with torch.compile; embedding and last norm without",
@@ -34,7 +41,8 @@ METHOD = {
     "recomputed) over the data sheet's dense BF16 rate",
     "share_of_bf16_matmul": "the same over the rate of an 8192³ product in this run",
     "peak_GiB": "largest allocation of the timed steps; between_steps_GiB is there before a step",
-    "checked": "losses of the first steps and norms of all first gradients against the BF16 arm",
+    "checked": "the first loss, and norm and 512 elements of all first gradients, against the BF16 "
+    "arm; the losses of the next steps fall",
 }
 
 
@@ -100,7 +108,7 @@ def bench_step(
         except Exception as error:
             row["failed"] = tables.reason(error)
         else:
-            row |= {k: v for k, v in found.items() if k != "grad_norms"}
+            row |= {k: v for k, v in found.items() if k not in ("grad_norms", "gradients")}
             add_rates(row, rows[BASELINE], size, result)
         keep(result)
     progress(tables.format_rows(name, rows, COLUMNS))
@@ -115,7 +123,7 @@ def nominal_bf16(device: str) -> float | None:
 
 
 def agree(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest relative differences of losses and of gradients' norms.
+    """Relative differences: of the first loss, and the largest of gradients' norms and samples.
 
     Raises:
         WrongNumbers: one of them is above its bound, or NaN, or a gradient is missing.
@@ -123,7 +131,7 @@ def agree(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     if found["grad_norms"].keys() != expected["grad_norms"].keys():
         raise WrongNumbers("other parameters have gradients than in the BF16 arm")
     relative = lambda a, b: abs(a - b) / abs(b) if a != b else 0.0
-    losses = [relative(a, b) for a, b in zip(found["losses"], expected["losses"], strict=True)]
+    loss = relative(found["losses"][0], expected["losses"][0])
     norms = {n: relative(a, expected["grad_norms"][n]) for n, a in found["grad_norms"].items()}
     for name, off in norms.items():
         if not off <= MAX_NORM_DIFFERENCE:
@@ -131,25 +139,42 @@ def agree(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
                 f"the first gradient of {name} has a norm {off:.3g} away from that of BF16; "
                 f"allowed is {MAX_NORM_DIFFERENCE}"
             )
-    if not all(off <= MAX_LOSS_DIFFERENCE for off in losses):
+    samples = {n: _distance(a, expected["gradients"][n]) for n, a in found["gradients"].items()}
+    for name, off in samples.items():
+        if not off <= MAX_GRADIENT_DIFFERENCE:
+            raise WrongNumbers(
+                f"the first gradient of {name} is {off:.3g} away from that of BF16; allowed is "
+                f"{MAX_GRADIENT_DIFFERENCE}"
+            )
+    if not loss <= MAX_LOSS_DIFFERENCE:
         raise WrongNumbers(
-            f"losses of the first steps are {max(losses):.3g} away from those of BF16; allowed is "
-            f"{MAX_LOSS_DIFFERENCE}"
+            f"the first loss is {loss:.3g} away from that of BF16; allowed is {MAX_LOSS_DIFFERENCE}"
         )
-    return {"losses": max(losses), "grad_norms": max(norms.values())}
+    if not all(b < a for a, b in itertools.pairwise(found["losses"])):
+        raise WrongNumbers(f"the losses of the first steps do not fall: {found['losses']}")
+    return {"loss": loss, "grad_norms": max(norms.values()), "gradients": max(samples.values())}
+
+
+def _distance(a: list[float], b: list[float]) -> float:
+    """‖a − b‖ / ‖b‖; 0 where both are nothing."""
+    off = math.dist(a, b)
+    return off / size if (size := math.hypot(*b)) else (math.inf if off else 0.0)
 
 
 def add_rates(
     row: dict[str, Any], baseline: dict[str, Any], size: Size, machine: dict[str, Any]
 ) -> None:
-    seconds = row["step_ms"] / 1e3
-    rate = size.flops / seconds / 1e12
     nominal = machine["bf16_tflops_nominal"]
-    row["tokens_per_s"] = size.tokens / seconds
-    row["tflops"] = rate
-    row["mfu"] = None if nominal is None else rate / nominal
-    row["share_of_bf16_matmul"] = rate / machine["bf16_tflops"]
-    row["speedup"] = baseline["step_ms"] / row["step_ms"]
+    for prefix, ms in (("", "step_ms"), ("recorded_", "recorded_ms")):
+        if ms not in row:
+            continue
+        rate = size.flops / row[ms] / 1e9
+        row[f"{prefix}tokens_per_s"] = size.tokens / row[ms] * 1e3
+        row[f"{prefix}tflops"] = rate
+        row[f"{prefix}mfu"] = None if nominal is None else rate / nominal
+        row[f"{prefix}share_of_bf16_matmul"] = rate / machine["bf16_tflops"]
+        if ms in baseline:
+            row[f"{prefix}speedup"] = baseline[ms] / row[ms]
     if row["peak_GiB"] is not None:
         row["memory"] = row["peak_GiB"] / baseline["peak_GiB"]
 
@@ -158,6 +183,8 @@ COLUMNS = (
     ("step ms", "step_ms", ".1f"), ("tokens/s", "tokens_per_s", ".0f"),
     ("TFLOP/s", "tflops", ".0f"), ("MFU", "mfu", ".1%"),
     ("peak GiB", "peak_GiB", ".2f"), ("x BF16: tokens/s", "speedup", ".2f"),
-    ("memory", "memory", ".2f"), ("graphs", "graphs", "d"), ("breaks", "graph_breaks", "d"),
+    ("memory", "memory", ".2f"), ("recorded: ms", "recorded_ms", ".1f"),
+    ("tokens/s", "recorded_tokens_per_s", ".0f"), ("MFU", "recorded_mfu", ".1%"),
+    ("x BF16", "recorded_speedup", ".2f"), ("graphs", "graphs", "d"), ("breaks", "graph_breaks", "d"),
     ("seconds", "process_s", ".0f"),
 )  # fmt: skip

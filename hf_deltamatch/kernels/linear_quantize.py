@@ -413,7 +413,8 @@ def _empty(x: Tensor, block: str, fmt: torch.dtype, outer: int, contracted: int)
     payload = torch.empty(payload_shape(outer, contracted), dtype=fmt, device=x.device)
     shape = descale_shape(block, outer, contracted)
     # Blocks that only pad are not written; 0 rows or columns leave all of them so.
-    make = torch.ones if block == TILE_128 or 0 in (outer, contracted) else torch.empty
+    pads = block == TILE_128 and -(-contracted // TILE) % 4 != 0
+    make = torch.ones if pads or 0 in (outer, contracted) else torch.empty
     return Operand(
         payload, make(shape, dtype=torch.float32, device=x.device), block, outer, contracted
     )

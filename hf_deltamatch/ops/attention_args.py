@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -40,6 +41,14 @@ def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
     if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Autocast off on ``device``; nothing, which takes no time, where it is off already."""
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 @torch.compiler.assume_constant_result

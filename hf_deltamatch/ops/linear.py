@@ -15,6 +15,7 @@ from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.attention_args import (
     HIGH_PRECISION,
     autocast_dtype,
+    no_autocast,
     refuse_double_backward,
     require_tensors,
 )
@@ -39,7 +40,7 @@ def linear_fwd(
     ``[tokens, in]``, the kernels padded and with the tokens last."""
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x.device):
         if backend == "triton":
             output, saved = _kernels().linear_fwd(x, weight, bias, save_input, decoded)
             saved = saved and saved[:2]
@@ -73,7 +74,7 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> T
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     observe.CALLS["linear_bwd_input"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with torch.autocast(dy.device.type, enabled=False):
+    with no_autocast(dy.device):
         if backend == "triton":
             return _kernels().linear_bwd(dy, weight, None, None, decoded)[0]
         assert backend == "reference", backend
@@ -98,7 +99,7 @@ def linear_bwd_weight(
     """grad_weight ``[out, n_in]`` in ``dtype``."""
     observe.CALLS["linear_bwd_weight"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with torch.autocast(dy.device.type, enabled=False):
+    with no_autocast(dy.device):
         if backend == "triton":
             k = _kernels()
             saved = k.saved_input(x_fp8, x_descale, dy.shape[0], n_in, decoded)
@@ -128,7 +129,7 @@ def linear_bwd(
     observe.CALLS["linear_bwd_input"] += 1
     observe.CALLS["linear_bwd_weight"] += 1
     decoded, k = LinearRecipe.decode(recipe), _kernels()
-    with torch.autocast(dy.device.type, enabled=False):
+    with no_autocast(dy.device):
         saved = k.saved_input(x_fp8, x_descale, dy.shape[0], weight.shape[1], decoded)
         return k.linear_bwd(dy, weight, saved, dtype, decoded)
 
@@ -142,7 +143,7 @@ def _(dy, weight, x_fp8, x_descale, dtype, recipe, backend):
 def linear_bwd_weight_hp(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """grad_weight ``[out, in]`` in ``dtype`` from unquantised operands, FP32 sums."""
     observe.CALLS["linear_bwd_weight"] += 1
-    with torch.autocast(dy.device.type, enabled=False):
+    with no_autocast(dy.device):
         if backend == "triton" and dy.device.type == "cuda" and dy.dtype != torch.float32:
             out = None if dtype == dy.dtype else torch.float32
             product = dy.t() @ x if out is None else torch.mm(dy.t(), x, out_dtype=out)
