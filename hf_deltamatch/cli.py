@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_deltamatch.benchmarks import command as bench
+from hf_deltamatch.export import command as export
 from hf_deltamatch.study import command as study
 from hf_deltamatch.training import plot
 
@@ -23,6 +24,7 @@ examples:
   hf-deltamatch bench step --layers 8 --json step.json
   hf-deltamatch study examples/configs/study_table.yaml --output runs/table
   hf-deltamatch plot runs/pretrain_tiny
+  hf-deltamatch export runs/pretrain_tiny --output out/my-model
   hf-deltamatch eval --model_args pretrained=PATH --tasks lambada_openai --batch_size 8
   hf-deltamatch eval ls tasks
 """
@@ -66,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
         run["study"] = study.run_command
         run["plot"] = plot.run_command
+        run["export"] = export.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -110,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     study.add_parser(commands)
     plot.add_parser(commands)
+    export.add_parser(commands)
     # Only for --help: `eval` hands everything to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     return parser

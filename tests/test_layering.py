@@ -26,6 +26,7 @@ ALLOWED = {
     "hf": {"formats", "recipes", "testing", "ops", "diagnostics", "environment"},
     "training": {"recipes", "ops", "hf", "diagnostics", "environment"},
     "study": {"recipes", "ops", "hf", "diagnostics", "environment", "training"},
+    "export": {"formats", "recipes", "reference", "hf", "training"},
     "cli": {
         "recipes",
         "ops",
@@ -36,6 +37,7 @@ ALLOWED = {
         "benchmarks",
         "study",
         "training",
+        "export",
     },
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
     "__main__": {"cli"},
@@ -43,7 +45,7 @@ ALLOWED = {
 # Third-party packages and the only layers that may import them.
 ONLY_IN = {
     "triton": {"kernels"},
-    "transformers": {"hf", "cli", "benchmarks", "study"},
+    "transformers": {"hf", "cli", "benchmarks", "study", "export"},
     "lm_eval": {"hf", "cli"},
     "peft": {"hf"},
     "accelerate": set(),
