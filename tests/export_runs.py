@@ -73,7 +73,7 @@ def train(folder: Path, name: str, **changes) -> Path:
     return output
 
 
-def checkpoint_of(model, folder: Path, **options) -> Path:
+def checkpoint_of(model, folder: Path, /, **options) -> Path:
     """A run's folder with one checkpoint of ``model``, without training it."""
     from hf_deltamatch.training import write_checkpoint
 

@@ -153,7 +153,10 @@ def test_transformers_builds_fp8_modules_of_the_same_tensors(exported) -> None:
     wanted = fp8_model(out).state_dict()
     wanted.pop("lm_head.weight")  # tied
     assert wanted.keys() == stored.keys()
-    assert all(stored[n].shape == t.shape and stored[n].dtype == t.dtype for n, t in wanted.items())
+    for name, tensor in wanted.items():
+        assert stored[name].shape == tensor.shape, name
+        if not name.endswith(".bias"):  # made in torch's default dtype, which loading sets
+            assert stored[name].dtype == tensor.dtype, name
 
 
 def test_powers_of_two_are_exact_in_bf16(tmp_path) -> None:

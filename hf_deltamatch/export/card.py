@@ -17,11 +17,7 @@ TEMPLATE = """\
 
 ## Recipe
 
-What each product took as operands in training, as `hf-deltamatch recipe` prints it:
-
-```text
-{equations}
-```
+{recipe}
 
 ## Data
 
@@ -136,12 +132,12 @@ def _body(r: dict) -> str:
         about=r["card"]["about"] or "A causal language model trained with hf_deltamatch.",
         facts=_table(("", ""), _facts(r, options)),
         use=use,
-        equations=r["recipe"]["equations"],
+        recipe=_recipe(r["recipe"]["equations"]),
         data=_data(r["training"], options),
         reproduce=_reproduce(r["training"]),
         numbers=_numbers(r),
         limits="\n".join(f"* {text}" for text in _limits(r)),
-        files=_table(("file", "bytes", "SHA-256"), _files(r)),
+        files=_table(("file", "bytes", "sha256"), _files(r)),
     )
 
 
@@ -163,6 +159,15 @@ def _facts(r: dict, options: dict) -> list[tuple]:
     if tokens := training.get("tokens"):
         rows.append(("tokens", f"{tokens:,}"))
     return rows
+
+
+def _recipe(equations: str | None) -> str:
+    if equations is None:
+        return "In what arithmetic these weights were trained is not recorded beside them."
+    return (
+        "What each product took as operands in training, as `hf-deltamatch recipe` prints it:\n\n"
+        f"```text\n{equations}\n```"
+    )
 
 
 def _data(training: dict, options: dict) -> str:

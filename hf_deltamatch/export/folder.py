@@ -216,7 +216,7 @@ def _results(
         "model_type": master.config.model_type,
         "weights": weights,
         "recipe": {
-            "equations": facts.equations(attention, linear),
+            "equations": facts.equations(attention, linear) if recipe or options else None,
             "quantization_config": None if recipe is None else recipe.to_dict(),
         },
         "training": {

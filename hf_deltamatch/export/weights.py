@@ -111,8 +111,8 @@ def write_tokenizer(source: Source, folder: Path) -> str:
         return "none: there is none beside the weights"
     try:
         AutoTokenizer.from_pretrained(name).save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        return f"none: {name} cannot be loaded ({str(error).splitlines()[0]})"
+    except (OSError, ValueError):
+        return f"none: that of {Path(name).name} cannot be loaded"
     return f"of {Path(name).name}"
 
 
