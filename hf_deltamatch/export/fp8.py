@@ -19,7 +19,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_deltamatch.export.weights import tensor_files
 from hf_deltamatch.formats import BLOCKWISE_128X128, E4M3
@@ -65,8 +64,8 @@ class Fp8Plan:
             )
 
     def _pattern(self, left: str) -> str:
-        """Transformers reads names as the beginnings of others: `gate` would be `gate_proj` too."""
-        longer = any(not should_convert_module(name, [left]) for name in self.stored)
+        """Some versions read names as beginnings or ends of others: `gate` would be `gate_proj` too."""
+        longer = any(name.startswith(left) or name.endswith(left) for name in self.stored)
         return f"{left}$" if longer else left
 
 
