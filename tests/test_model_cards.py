@@ -58,7 +58,8 @@ def test_loss_of_the_card_by_transformers_alone(folder) -> None:
     loss, _ = plain_loss(folder, TEXT, check["window"])
     # FP32 sums in another order, on another machine.
     assert loss == pytest.approx(check["loss"], abs=1e-3)
-    assert f"| {loss:.2f}" in (folder / "README.md").read_text()
+    quoted = re.search(r"plain Transformers \| ([\d.]+) \|", (folder / "README.md").read_text())[1]
+    assert loss == pytest.approx(float(quoted), abs=2e-3)
     # Trained: a new model knows nothing of its 320 tokens, ln 320 = 5.77.
     assert loss < 2.5 and results["training"]["numbers"]["eval_loss"] < 2.5
 
