@@ -147,6 +147,8 @@ def test_evaluations_of_other_weights_are_refused(runs, tmp_path, capsys) -> Non
     ours["weights_sha256"] = _weights_sha256(tmp_path / "first")
     lm_eval_file(file, config={"limit": None, "deltamatch": ours})
     assert export(runs[0], "--output", tmp_path / "o", "--lm-eval", file) == 0
+    card = (tmp_path / "o" / "README.md").read_text()
+    assert "lm-eval 0.4.13, attention in `delta_matching`, linears in high precision:" in card
 
 
 def test_results_files_must_agree(tmp_path) -> None:

@@ -241,6 +241,9 @@ def _lm_eval(found: dict) -> str:
             error = "–" if n["stderr"] is None else f"{n['stderr']:.4f}"
             rows.append((name, metric, f"{n['value']:.4f}", error))
     said = f"lm-eval {found['lm_eval_version']}"
+    if ran := found["arithmetic"]:
+        part = lambda kind: ", ".join(f"`{name}`" for name in ran[kind] or {}) or "high precision"
+        said += f", attention in {part('attention')}, linears in {part('linear')}"
     if found["limit"] is not None:
         said += f", the first {found['limit']:g} documents of each task only: no benchmark result"
     return f"{said}:\n\n{_table(('task', 'metric', 'value', 'standard error'), rows)}"
