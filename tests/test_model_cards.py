@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hf_deltamatch import DeltaMatchConfig, check_model  # noqa: E402
 from hf_deltamatch.export.card import write_card  # noqa: E402
+from hf_deltamatch.training.options import Options, checked, read_yaml  # noqa: E402
 
 CARDS = Path(__file__).parent.parent / "model_cards"
 TEXT = CARDS / "check.txt"
@@ -100,6 +101,13 @@ def test_the_recipe_can_be_restored(folder) -> None:
     assert len(found.linears) == 28
     assert len(found.attention) == (0 if folder.name.endswith("mp") else 4)
     assert 0 < abs(fp8 - plain) < 0.03
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_the_command_of_the_card_is_the_run(folder) -> None:
+    """Its file, with the defaults of what it leaves out, is the run's identity."""
+    options = Options(**checked(Options, read_yaml(folder / "train.yaml")))
+    assert json.loads(json.dumps(options.identity())) == results_of(folder)["training"]["options"]
 
 
 def test_table_of_the_readme() -> None:
