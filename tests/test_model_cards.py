@@ -123,3 +123,9 @@ def test_table_of_the_readme() -> None:
         over = lambda k, s=spread: f"{s[k]['mean']:.3f} ± {s[k]['std']:.3f}"
         printed = rows[folder.name][1:]
         assert printed == [over("loss"), over("eval_loss"), f"{r['check']['loss']:.3f}"]
+    # What the text says of them.
+    held_out = {f.name: results_of(f)["training"]["spread"]["eval_loss"]["values"] for f in FOLDERS}
+    others = zip(held_out["tiny-dm"], held_out["tiny-mp"], strict=True)
+    lowest = [sd < min(o) for sd, o in zip(held_out["tiny-sd"], others, strict=True)]
+    said = "SD has the lowest held-out loss in each of the three seeds"
+    assert (said in (CARDS / "README.md").read_text()) == (lowest == [True] * 3)
