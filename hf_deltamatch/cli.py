@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_deltamatch.benchmarks import command as bench
 from hf_deltamatch.evaluation import command as evaluation
 from hf_deltamatch.evaluation import compare_command as compare
+from hf_deltamatch.export import command as export
 from hf_deltamatch.study import command as study
 from hf_deltamatch.training import plot
 
@@ -25,6 +26,7 @@ examples:
   hf-deltamatch bench step --layers 8 --json step.json
   hf-deltamatch study examples/configs/study_table.yaml --output runs/table
   hf-deltamatch plot runs/pretrain_tiny
+  hf-deltamatch export runs/pretrain_tiny --output out/my-model
   hf-deltamatch eval PATH --tasks delta_matching --batch_size 8 --output_path results --log_samples
   hf-deltamatch eval ls tasks
   hf-deltamatch compare mp=results/mp dm=results/dm --json mp_dm.json
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         run = {"env": _env, "recipe": _recipe, "numerics": _numerics, "bench": _bench}
         run["study"] = study.run_command
         run["plot"] = plot.run_command
+        run["export"] = export.run_command
         return run[args.command](args)
     except (ValueError, OSError) as error:
         return _failed(args.command, error)
@@ -100,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     study.add_parser(commands)
     plot.add_parser(commands)
+    export.add_parser(commands)
     # Only for --help: these two hand arguments on to lm-eval.
     commands.add_parser("eval", help="lm-eval with the model `hf-deltamatch` (lm-eval's options)")
     commands.add_parser("compare", help="evaluations side by side, with standard errors")

@@ -27,6 +27,7 @@ ALLOWED = {
     "training": {"recipes", "ops", "hf", "diagnostics", "environment"},
     "study": {"recipes", "ops", "hf", "diagnostics", "environment", "training"},
     "evaluation": {"hf", "environment"},
+    "export": {"formats", "recipes", "reference", "hf", "training"},
     "cli": {
         "recipes",
         "ops",
@@ -38,6 +39,7 @@ ALLOWED = {
         "study",
         "training",
         "evaluation",
+        "export",
     },
     "__init__": {"recipes", "ops", "hf", "diagnostics"},
     "__main__": {"cli"},
@@ -45,7 +47,7 @@ ALLOWED = {
 # Third-party packages and the only layers that may import them.
 ONLY_IN = {
     "triton": {"kernels"},
-    "transformers": {"hf", "cli", "benchmarks", "study"},
+    "transformers": {"hf", "cli", "benchmarks", "study", "export"},
     "lm_eval": {"hf", "evaluation"},
     "peft": {"hf"},
     "accelerate": set(),
