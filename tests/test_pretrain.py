@@ -323,3 +323,18 @@ def test_committed_configs_are_valid(path: Path) -> None:
         from hf_deltamatch.training.options import checked
 
         checked(pretrain.Options, yaml.safe_load(wrong))
+
+
+def test_sharded_parameters_are_cast_by_autocast_alone(monkeypatch, tmp_path: Path) -> None:
+    """FSDP2 as Accelerate sets it up also sums gradients and returns the loss in BF16."""
+    from types import SimpleNamespace
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    for version, expected in ((2, MixedPrecisionPolicy()), (1, bf16)):
+        plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=bf16)
+        made = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        monkeypatch.setattr(pretrain, "Accelerator", lambda made=made, **_: made)
+        pretrain.make_accelerator(pretrain.Options(output=str(tmp_path / "run")))
+        assert plugin.mixed_precision_policy == expected

@@ -329,3 +329,18 @@ def test_command_refuses(options, words, tmp_path, text, capsys) -> None:
     assert cli.main(["study", study_file(tmp_path, text), *options]) == 2
     assert words in capsys.readouterr().err
     assert cli.main(["study", str(tmp_path / "none.yaml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "SIGKILL: out of memory"), (-11, "SIGSEGV"), (3, "exit status 3"), (None, "hangs")],
+)
+def test_how_a_lost_process_ended(code: int | None, words: str) -> None:
+    from multiprocessing import Pipe
+    from types import SimpleNamespace
+
+    here, there = Pipe()
+    there.close()
+    process = SimpleNamespace(exitcode=code, join=lambda timeout: None)
+    kind, text = pool._receive(pool._Worker(process, here, "cpu"))
+    assert kind == "lost" and words in text

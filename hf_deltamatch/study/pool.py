@@ -6,9 +6,11 @@ device context takes only itself down.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections import deque
@@ -125,7 +127,7 @@ def run_all(
                 break
             ready = wait([w.link for w in active], timeout=left)
             for worker in [w for w in active if w.link in ready]:
-                kind, value = _receive(worker.link)
+                kind, value = _receive(worker)
                 if kind == "progress":
                     show(f"  {worker.run.name}: {value}")
                     continue
@@ -159,11 +161,24 @@ def run_all(
     return rows
 
 
-def _receive(link: Connection) -> tuple[str, Any]:
+def _receive(worker: _Worker) -> tuple[str, Any]:
     try:
-        return link.recv()
+        return worker.link.recv()
     except (EOFError, OSError):
-        return "lost", "its process ended without a word (killed, or out of memory)"
+        worker.process.join(10.0)
+        return "lost", f"its process ended without a word ({_ending(worker.process.exitcode)})"
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "it hangs"
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"{name}: out of memory, or killed" if name == "SIGKILL" else name
 
 
 def _line(row: dict) -> str:
@@ -190,6 +205,7 @@ def _work(
     models: Path | None,
 ) -> None:
     """The worker's process: says it is ready, then trains what it is sent."""
+    faulthandler.enable()  # a crash in native code leaves its Python stack on stderr
     torch.set_num_threads(threads)
     target = torch.device(device)
     if target.type == "cuda":
