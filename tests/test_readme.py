@@ -79,6 +79,17 @@ def test_attention_table() -> None:
     assert table("attention, ms") == expected
 
 
+def test_linear_table() -> None:
+    """tokens × in × out | best BF16 | blockwise | speed-up"""
+    expected = {}
+    for shape in json.loads((RESULTS / "linear_h200.json").read_text())["shapes"]:
+        rows = [r for r in shape["rows"].values() if "failed" not in r]
+        best = min(r["fwd_bwd_ms"] for r in rows if r["bf16"])
+        ours = shape["rows"]["blockwise"]["fwd_bwd_ms"]
+        expected[shape["name"]] = [f"{best:.2f}", f"{ours:.2f}", f"{best / ours:.2f}"]
+    assert table("linear, tokens × in × out, ms") == expected
+
+
 def test_results_hold_no_path_of_a_machine() -> None:
     for path in RESULTS.glob("*.json"):
         assert not any(s in path.read_text() for s in ('"/', "home/", "tmp/", "\\\\")), path.name
