@@ -79,7 +79,8 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, TURNS: gl.constexpr, i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
+    w: gl.constexpr, TURNS: gl.constexpr,
+    i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -165,8 +166,9 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, TURNS: gl.constexpr, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
-    v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
+    w: gl.constexpr, TURNS: gl.constexpr,
+    stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr, mask_ptr,
+    first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
     queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
@@ -200,26 +202,26 @@ def _consume(
     for t in range(edge):
         for group in range(G):
             dk, dv = _step(
-                w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
-                reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
-                True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP,
+                DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
             )  # fmt: skip
             i += 1
     if MASK == 0:
         for t in range(edge, edge + inner):
             for group in range(G):
                 dk, dv = _step(
-                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
-                    reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
-                    False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                    position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK,
+                    SOFTCAP, DLSE, False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
                 i += 1
         for t in range(edge + inner, tiles):
             for group in range(G):
                 dk, dv = _step(
-                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys, position,
-                    reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE,
-                    True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                    position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK,
+                    SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
                 i += 1
     dv_ptr += b.to(gl.int64) * stride_dvb + h.to(gl.int64) * stride_dvh
@@ -295,18 +297,18 @@ def _attention_bwd_dkdv_hopper_kernel(
     queries = (q_base, q_slot, q_len, offset)
     gl.warp_specialize([
         (_consume, (
-            0, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
-            mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
-            Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
-            stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
-            SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            0, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+            v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len,
+            k_slot, queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap,
+            window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_consume, (
-            1, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr,
-            mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot, queries,
-            Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window, stride_dkb,
-            stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP, CAUSAL, WINDOW, MASK,
-            SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
+            1, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+            v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len,
+            k_slot, queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap,
+            window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP,
+            CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_produce, (
             q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, stages, k_s, v_s,
@@ -356,9 +358,10 @@ def dkdv_hopper(
         columns_descriptor(qt, D, M), columns_descriptor(do_t, D, M),
         rows_descriptor(shifted, M, D),
         *(rows_descriptor(t, ROWS.value, D) for t in keys), dk, dv, lse2, *descales,
-        do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2],
-        do_t.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
-        x.window or 0, *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
-        STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=M,
-        STAGES=4, TURNS=TURNS[D], num_warps=4, **flags,
+        do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
+        x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
+        x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
+        *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
+        STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=M, STAGES=4,
+        TURNS=TURNS[D], num_warps=4, **flags,
     )  # fmt: skip

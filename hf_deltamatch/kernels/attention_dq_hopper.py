@@ -68,7 +68,8 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, TURNS: gl.constexpr, t, acc, sum_a, sum_b, start, own, rows, lse2, shifted, stages, pointers, sizes,
+    w: gl.constexpr, TURNS: gl.constexpr,
+    t, acc, sum_a, sum_b, start, own, rows, lse2, shifted, stages, pointers, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr, DELTA: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -153,8 +154,9 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, TURNS: gl.constexpr, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
-    do_descale_ptr, sinks_ptr, first, bh, h, q_base, slot, stat, tiles, sizes, all_queries, D,
+    w: gl.constexpr, TURNS: gl.constexpr,
+    stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr, sinks_ptr,
+    first, bh, h, q_base, slot, stat, tiles, sizes, all_queries, D,
     stride_dqt,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, DLSE: gl.constexpr, DELTA: gl.constexpr, STORE_DS: gl.constexpr,
@@ -187,22 +189,23 @@ def _consume(
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
         acc, sum_a, sum_b = _step(
-            w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages, pointers,
-            sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
+            w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+            stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D,
+            BLOCK_N, STAGES,
         )  # fmt: skip
     if MASK == 0:
         for t in range(hi - full_hi, hi - full_lo):
             acc, sum_a, sum_b = _step(
-                w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
-                pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA, STORE_DS, BLOCK_D,
-                BLOCK_N, STAGES,
+                w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+                stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA, STORE_DS,
+                BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if WINDOW and MASK == 0:
         for t in range(hi - full_lo, hi - lo):
             acc, sum_a, sum_b = _step(
-                w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted, stages,
-                pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D,
-                BLOCK_N, STAGES,
+                w, TURNS, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+                stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS,
+                BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if DELTA:
         if SINKS:
@@ -287,19 +290,21 @@ def _attention_bwd_dq_hopper_kernel(
     dq_ptr += b.to(gl.int64) * stride_dqb + h.to(gl.int64) * stride_dqh
     gl.warp_specialize([
         (_consume, (
-            0, TURNS, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
-            sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D, stride_dqt, CAUSAL,
-            WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
+            0, TURNS, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
+            do_descale_ptr, sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D,
+            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D,
+            BLOCK_N, STAGES,
         )),
         (_consume, (
-            1, TURNS, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr, do_descale_ptr,
-            sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D, stride_dqt, CAUSAL,
-            WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
+            1, TURNS, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
+            do_descale_ptr, sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D,
+            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D,
+            BLOCK_N, STAGES,
         )),
         (_produce, (
             q_desc, do_desc, k_desc, v_desc, kt_desc, stages, q_s, do_s, q_ready,
-            bh * Tq + q_base + first, kv * Tk + k_base, kv * D_padded, k_slot, hi - 1, hi - lo, DELTA,
-            BLOCK_D, BLOCK_N, STAGES,
+            bh * Tq + q_base + first, kv * Tk + k_base, kv * D_padded, k_slot, hi - 1, hi - lo,
+            DELTA, BLOCK_D, BLOCK_N, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -334,5 +339,6 @@ def dq_hopper(
         x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides[:2],
         SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta, STORE_DS=ds is not None,
-        BLOCK_D=BD, BLOCK_N=BLOCK_N, STAGES=STAGES[is_delta], TURNS=TURNS[BD, is_delta], num_warps=4, **flags,
+        BLOCK_D=BD, BLOCK_N=BLOCK_N, STAGES=STAGES[is_delta],
+        TURNS=TURNS[BD, is_delta], num_warps=4, **flags,
     )  # fmt: skip
