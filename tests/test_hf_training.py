@@ -282,6 +282,46 @@ def check_fsdp2_odd(rank: int, path: Path) -> dict[str, float]:
     return {"output": rel_rms(results[1], results[0])}
 
 
+def check_fsdp2_experts(rank: int, path: Path) -> dict[str, float]:
+    """Fused experts, gathered in three dimensions."""
+    from torch.distributed.fsdp import fully_shard
+
+    out, ids = {}, batch(2, 40)
+    for family in ("mixtral", "gpt_oss"):
+        whole, sharded = fp8_model(family), fp8_model(family)
+        for module in (*sharded.model.layers, sharded):
+            fully_shard(module)
+        (loss, grads), (expected, expected_grads) = one_step(sharded, ids), one_step(whole, ids)
+        assert any(n.endswith("down_proj") for n in grads)
+        out[f"{family} loss"] = abs(loss - expected)
+        out[f"{family} grads"] = rel_grads(grads, expected_grads)
+    return out
+
+
+def check_tp_experts(rank: int, path: Path) -> dict[str, float]:
+    """Mixtral over two processes by Transformers' own plan."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    out, ids = {}, batch(2, 40)
+    for name, config in (("bf16", DeltaMatchConfig("bf16", None)), ("all", DeltaMatchConfig())):
+        whole = AutoModelForCausalLM.from_pretrained(
+            path / "mixtral", quantization_config=config
+        ).train()
+        split = AutoModelForCausalLM.from_pretrained(
+            path / "mixtral",
+            quantization_config=config,
+            distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
+        ).train()
+        (loss, grads), (expected, expected_grads) = one_step(split, ids), one_step(whole, ids)
+        out[f"{name} loss"] = abs(loss - expected)
+        out[f"{name} grads"] = rel_grads(grads, expected_grads)
+        if name == "bf16":
+            exact = expected_grads
+    out["all error"] = rel_grads(grads, exact) / rel_grads(expected_grads, exact)
+    return out
+
+
 def check_tp(rank: int, path: Path) -> dict[str, float]:
     """Loaded over two processes with tensor parallelism: loss and gradients as on one."""
     from transformers import AutoModelForCausalLM
@@ -310,9 +350,12 @@ def check_tp(rank: int, path: Path) -> dict[str, float]:
     return out
 
 
-CHECKS = {"ddp": check_ddp, "fsdp2": check_fsdp2, "fsdp2_odd": check_fsdp2_odd}
+CHECKS = {
+    "ddp": check_ddp, "fsdp2": check_fsdp2, "fsdp2_odd": check_fsdp2_odd,
+    "fsdp2_experts": check_fsdp2_experts,
+}  # fmt: skip
 if NEWEST:  # older versions hand quantised linears tensors that are distributed
-    CHECKS["tp"] = check_tp
+    CHECKS |= {"tp": check_tp, "tp_experts": check_tp_experts}
 
 
 def worker(rank: int, path: Path, port: int) -> None:
@@ -337,6 +380,7 @@ def worker(rank: int, path: Path, port: int) -> None:
 def two_processes(tmp_path_factory) -> list[dict[str, dict[str, float]]]:
     path = tmp_path_factory.mktemp("two")
     build("llama").save_pretrained(path)
+    build("mixtral").save_pretrained(path / "mixtral")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -358,6 +402,10 @@ BOUNDS = {
     "fsdp2": {f"{d} {what} 0": 0.0 for d in ("fp32", "bf16") for what in ("loss", "grads")}
     | {"fp32 loss 1": 0.0, "fp32 grads 1": 0.0},
     "fsdp2_odd": {"output": 0.0},
+    "fsdp2_experts": {f"{f} {what}": 0.0 for f in ("mixtral", "gpt_oss") for what in ("loss", "grads")},
+    "tp_experts": {
+        "bf16 loss": 2e-6, "bf16 grads": 1e-6, "all loss": 7e-4, "all grads": 0.058, "all error": 1.1,
+    },
     "tp": {
         "bf16 loss": 2e-6, "bf16 grads": 1e-6, "attention loss": 1e-4, "attention grads": 1e-3,
         "all loss": 7e-4, "all grads": 0.071, "all error": 1.1,
