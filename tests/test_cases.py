@@ -102,4 +102,4 @@ def test_names_are_looked_for(collected: dict) -> None:
     with pytest.raises(AssertionError):
         test_named_test_exists("test_hf_check.py::test_that_is_not_there", collected)
     with pytest.raises(AssertionError):
-        test_named_test_exists("test_hf_training.py::test_two_processes[none]", collected)
+        test_named_test_exists("test_hf_distributed.py::test_two_processes[none]", collected)

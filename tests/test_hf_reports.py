@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from attention_cases import Shape, exact, make_inputs
 from attention_cases import run as run_attention
-from test_hf_training import assert_same_grads, fp8_model, one_step
+from test_hf_distributed import one_step
+from test_hf_training import assert_same_grads, fp8_model
 from tiny_models import (
     batch,
     build,

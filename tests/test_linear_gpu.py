@@ -196,13 +196,13 @@ def test_block_scales_of_weights_with_few_blocks() -> None:
 @triton.jit
 def _scales_kernel(top_ptr, descale_ptr, factor_ptr, E5M2: tl.constexpr):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    descale, factor = _scales(tl.load(top_ptr + at), E5M2, False, False)
+    descale, factor = scales(tl.load(top_ptr + at), E5M2, False, False)
     tl.store(descale_ptr + at, descale)
     tl.store(factor_ptr + at, factor)
 
 
 if torch.cuda.is_available():
-    _scales = lq._scales
+    from hf_deltamatch.kernels.linear_scales import scales
 
 
 @pytest.mark.parametrize("exponent", [1, 9, 17, 127, 254])

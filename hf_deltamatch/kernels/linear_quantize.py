@@ -20,13 +20,11 @@ from torch import Tensor
 
 from hf_deltamatch.formats import MX_BLOCK
 from hf_deltamatch.kernels.casts import (
-    biased_exponent,
     cast_fp8_packed,
     cast_fp8_words,
-    exp2_int,
-    inverse_exp2_int,
 )
 from hf_deltamatch.kernels.launch import SOFT_CAST
+from hf_deltamatch.kernels.linear_scales import scales
 
 TILE = 128
 PROGRAM = {"num_warps": 4}
@@ -75,69 +73,6 @@ def group_of(block: str) -> int:
 
 
 @triton.jit
-def _over_largest(amax, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
-    """``amax`` over the largest value of the format, rounded to nearest as IEEE divides (a quarter
-    of the instructions; checked for every significand)."""
-    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
-    largest = tl.zeros_like(amax) + LARGEST
-    if SOFT_CAST:  # the interpreter's fma rounds twice
-        return tl.div_rn(amax, largest)
-    else:
-        INVERSE: tl.constexpr = 1.0 / LARGEST
-        inverse = tl.zeros_like(amax) + INVERSE
-        quotient = amax * inverse
-        return tl.fma(tl.fma(-quotient, largest, amax), inverse, quotient)
-
-
-@triton.jit
-def _reciprocal(x, SOFT_CAST: tl.constexpr):
-    """``1 / x`` of a normal number in [2⁻¹²⁶, 2¹²⁵), rounded to nearest as IEEE divides."""
-    one = tl.zeros_like(x) + 1.0
-    if SOFT_CAST:
-        return tl.div_rn(one, x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        y = tl.fma(tl.fma(-x, y, one), y, y)
-        # The step rounds right from any approximation within a unit, but for this significand.
-        bits = x.to(tl.int32, bitcast=True)
-        special = (((253 - (bits >> 23)) << 23) | 1).to(tl.float32, bitcast=True)
-        return tl.where((bits & 0x7FFFFF) == 0x7FFFFF, special, y)
-
-
-@triton.jit
-def _scales(
-    top,
-    E5M2: tl.constexpr,
-    POW2: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    FINITE: tl.constexpr = False,
-):
-    """Descale and factor of blocks whose largest magnitude has the bits ``top``.
-
-    As integers, magnitudes sort like numbers and NaN comes last. A block that is not finite has
-    descale NaN; its factor is 0 and that of no other block is (``FINITE``: whatever it may be).
-    """
-    if not FINITE:
-        bad = top >= 0x7F800000
-        top = tl.where(bad, 0, top)
-    amax = top.to(tl.float32, bitcast=True)
-    if POW2:
-        e = biased_exponent(amax, 15 if E5M2 else 8)
-        descale = exp2_int(e)
-        factor = inverse_exp2_int(e)
-    else:
-        descale = tl.maximum(_over_largest(amax, E5M2, SOFT_CAST), 1.1754943508222875e-38)
-        descale = tl.where(top == 0, 1.0, descale)
-        factor = _reciprocal(descale, SOFT_CAST)
-    if not FINITE:
-        descale = tl.where(bad, float("nan"), descale)
-        factor = tl.where(bad, 0.0, factor)
-    return descale, factor
-
-
-@triton.jit
 def _magnitude(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -179,19 +114,19 @@ def _write_rows(
         factor = tile_factor
     elif BLOCK == "1x32":
         top = tl.max(tl.reshape(_magnitude(x), [32, 4, 32]), 2)
-        descale, block_factor = _scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
+        descale, block_factor = scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
         factor = tl.reshape(tl.broadcast_to(block_factor[:, :, None], [32, 4, 32]), [32, 128])
         block = column_tile * 4 + tl.arange(0, 4)
         at = block.to(tl.int64)[None, :] * outer + r[:, None]
         tl.store(descale_ptr + at, descale, mask=live[:, None])
     elif BLOCK == "row":
         row_top = tl.load(amax_ptr + r, mask=live, other=0)
-        descale, row_factor = _scales(row_top, E5M2, POW2, SOFT_CAST)
+        descale, row_factor = scales(row_top, E5M2, POW2, SOFT_CAST)
         factor = row_factor[:, None]
         if column_tile == 0:
             tl.store(descale_ptr + r, descale, mask=live)
     else:
-        descale, row_factor = _scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
+        descale, row_factor = scales(top, E5M2, POW2, SOFT_CAST, not MASKED)
         factor = row_factor[:, None]
         tl.store(descale_ptr + column_tile.to(tl.int64) * outer + r, descale, mask=live)
     FORMAT: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
@@ -221,18 +156,18 @@ def _column_factors(
     c = first_column + tl.arange(0, 128)
     live = (c < outer) | EVEN
     if BLOCK == "row":
-        descale, factor = _scales(tl.load(amax_ptr + c, mask=live, other=0), E5M2, POW2, SOFT_CAST)
+        descale, factor = scales(tl.load(amax_ptr + c, mask=live, other=0), E5M2, POW2, SOFT_CAST)
         if row_tile == 0:
             tl.store(descale_ptr + c, descale, mask=live)
         return factor[None, :]
     if BLOCK == "1x32":
-        descale, factor = _scales(tl.max(tl.reshape(top, [4, 8, 128]), 1), E5M2, POW2, SOFT_CAST)
+        descale, factor = scales(tl.max(tl.reshape(top, [4, 8, 128]), 1), E5M2, POW2, SOFT_CAST)
         at = (row_tile * 4 + tl.arange(0, 4)).to(tl.int64)[:, None] * outer + c[None, :]
         tl.store(descale_ptr + at, descale, mask=live[None, :])
         factor = tl.broadcast_to(factor[:, None, :], [4, 8, 128])
         return tl.reshape(factor, [32, 128])
     else:
-        descale, factor = _scales(tl.max(top, 0), E5M2, POW2, SOFT_CAST)
+        descale, factor = scales(tl.max(top, 0), E5M2, POW2, SOFT_CAST)
         tl.store(descale_ptr + row_tile.to(tl.int64) * outer + c, descale, mask=live)
         return factor[None, :]
 
@@ -276,7 +211,7 @@ def _quantize_matrix_kernel(
             )
             top = tl.maximum(top, tl.max(m, 1) if BY_ROW else m)
         if ROWS_TILE or COLUMNS_TILE:
-            descale, tile_factor = _scales(_largest(top), E5M2, POW2, SOFT_CAST)
+            descale, tile_factor = scales(_largest(top), E5M2, POW2, SOFT_CAST)
     if ROWS:
         outer = (R + 15) // 16 * 16
         if ROWS_TILE:
@@ -306,7 +241,7 @@ def _quantize_matrix_kernel(
         outer_c = (C + 15) // 16 * 16
         if COLUMNS_TILE:
             if not LOOK_FIRST:
-                descale, tile_factor = _scales(_largest(top), E5M2, POW2, SOFT_CAST)
+                descale, tile_factor = scales(_largest(top), E5M2, POW2, SOFT_CAST)
             row = (row_tiles + 3) // 4 * 4
             tl.store(columns_descale_ptr + column_tile * row + row_tile, descale)
             factor = tile_factor
