@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,8 +22,11 @@ ARM_S = 240.0
 MAX_LOSS_DIFFERENCE = 5e-3
 """Relative, of the first loss: the same weights and tokens. (After a step of Adam they are others: its
 first step is the gradient's sign, so that rounding turns small elements around.)"""
-MAX_GRADIENT_DIFFERENCE = 0.5
-"""Relative, of the first gradient of a parameter, at 512 of its elements."""
+MAX_GRADIENT_DIFFERENCE = 0.7
+MEDIAN_GRADIENT_DIFFERENCE = 0.3
+"""Relative, of the first gradient of a parameter, at 512 of its elements. What is unrelated is 1.4 away
+and nothing is 1. The reference, 20 layers of 256 and 512 tokens on a CPU: 0.46 at most, 0.16 in the
+median; FP8 attention alone 0.12 and 0.06, FP32 instead of BF16 0.03."""
 MAX_NORM_DIFFERENCE = 0.2
 """Relative, of the norm of every parameter's first gradient. Rounding of FP8 that is independent of
 the gradient adds the square of its share: 0.1 of error is 0.005 of norm."""
@@ -104,7 +108,8 @@ def bench_step(
                 expected = found
             elif expected is None:
                 raise WrongNumbers("nothing to compare with: the BF16 arm failed")
-            row["difference"] = agree(found, expected)
+            row["difference"] = differences(found, expected)
+            agree(row["difference"], found["losses"])
         except Exception as error:
             row["failed"] = tables.reason(error)
         else:
@@ -122,37 +127,48 @@ def nominal_bf16(device: str) -> float | None:
     return next((rate for part, rate in NOMINAL_BF16.items() if part in device), None)
 
 
-def agree(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative differences: of the first loss, and the largest of gradients' norms and samples.
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Relative, of the first loss and, by parameter, of the first gradient's norm and sample: the
+    largest with its name, and of the samples the median too.
 
     Raises:
-        WrongNumbers: one of them is above its bound, or NaN, or a gradient is missing.
+        WrongNumbers: other parameters have gradients.
     """
     if found["grad_norms"].keys() != expected["grad_norms"].keys():
         raise WrongNumbers("other parameters have gradients than in the BF16 arm")
     relative = lambda a, b: abs(a - b) / abs(b) if a != b else 0.0
-    loss = relative(found["losses"][0], expected["losses"][0])
     norms = {n: relative(a, expected["grad_norms"][n]) for n, a in found["grad_norms"].items()}
-    for name, off in norms.items():
-        if not off <= MAX_NORM_DIFFERENCE:
-            raise WrongNumbers(
-                f"the first gradient of {name} has a norm {off:.3g} away from that of BF16; "
-                f"allowed is {MAX_NORM_DIFFERENCE}"
-            )
     samples = {n: _distance(a, expected["gradients"][n]) for n, a in found["gradients"].items()}
-    for name, off in samples.items():
-        if not off <= MAX_GRADIENT_DIFFERENCE:
-            raise WrongNumbers(
-                f"the first gradient of {name} is {off:.3g} away from that of BF16; allowed is "
-                f"{MAX_GRADIENT_DIFFERENCE}"
-            )
-    if not loss <= MAX_LOSS_DIFFERENCE:
+    largest = lambda of: max(of.items(), key=lambda x: (math.isnan(x[1]), x[1]))
+    (norm_of, norm), (sample_of, sample) = largest(norms), largest(samples)
+    return {
+        "loss": relative(found["losses"][0], expected["losses"][0]),
+        "grad_norms": norm, "grad_norms_at": norm_of, "gradients": sample,
+        "gradients_at": sample_of, "gradients_median": statistics.median(samples.values()),
+    }  # fmt: skip
+
+
+def agree(off: dict[str, Any], losses: list[float]) -> None:
+    """
+    Raises:
+        WrongNumbers: a difference is above its bound, or NaN, or the losses do not fall.
+    """
+    if not off["grad_norms"] <= MAX_NORM_DIFFERENCE:
         raise WrongNumbers(
-            f"the first loss is {loss:.3g} away from that of BF16; allowed is {MAX_LOSS_DIFFERENCE}"
+            f"the first gradient of {off['grad_norms_at']} has a norm {off['grad_norms']:.3g} away "
+            f"from that of BF16; allowed is {MAX_NORM_DIFFERENCE}"
         )
-    if not all(b < a for a, b in itertools.pairwise(found["losses"])):
-        raise WrongNumbers(f"the losses of the first steps do not fall: {found['losses']}")
-    return {"loss": loss, "grad_norms": max(norms.values()), "gradients": max(samples.values())}
+    for what, value, allowed in (
+        (f"the first gradient of {off['gradients_at']}", off["gradients"], MAX_GRADIENT_DIFFERENCE),
+        ("the median of first gradients", off["gradients_median"], MEDIAN_GRADIENT_DIFFERENCE),
+        ("the first loss", off["loss"], MAX_LOSS_DIFFERENCE),
+    ):
+        if not value <= allowed:
+            raise WrongNumbers(
+                f"{what} is {value:.3g} away from that of BF16; allowed is {allowed}"
+            )
+    if not all(b < a for a, b in itertools.pairwise(losses)):
+        raise WrongNumbers(f"the losses of the first steps do not fall: {losses}")
 
 
 def _distance(a: list[float], b: list[float]) -> float:
