@@ -3,12 +3,14 @@ their tiles, on the device at hand (the interpreter on a CPU)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attention_cases import Shape
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from hf_deltamatch import AttentionRecipe, reference
 from hf_deltamatch.kernels import attention as kernels
@@ -121,13 +123,35 @@ def difference(a: Tensor, b: Tensor) -> float:
     return rel_rms(a.masked_fill(dead, 0), b.masked_fill(dead, 0))
 
 
-def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen."""
+MARGIN = 4096
+"""Bytes before and after a fresh buffer that nothing may write to."""
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Every fresh buffer holds NaN (or a huge index), so that nothing unwritten goes unseen, and lies
+    between margins. Returns what fails if something was written there."""
+    made: list[tuple[Tensor, int, str]] = []
+    new = torch.empty
+
+    def guarded(like: Tensor) -> Tensor:
+        """Another buffer of the same shape and strides."""
+        span = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
+        size = span * like.dtype.itemsize if like.numel() else 0
+        room = -(-size // 16) * 16 + 2 * MARGIN
+        raw = new(room, dtype=torch.uint8, device=like.device).fill_(0xA5)
+        made.append((raw, size, f"{like.dtype} {tuple(like.shape)}"))
+        whole = raw.view(like.dtype)
+        first = whole.storage_offset() + MARGIN // like.dtype.itemsize
+        return whole.as_strided(like.shape, like.stride(), first)
+
     for name in ("empty", "empty_like"):
         plain = getattr(torch, name)
 
         def poisoned(*args, plain=plain, **kwargs):
             x = plain(*args, **kwargs)
+            if isinstance(x, FakeTensor) or x.is_meta:  # torch.compile asks for shapes
+                return x
+            x = guarded(x)
             if x.dtype.is_floating_point and x.dtype.itemsize == 1:
                 x.view(torch.uint8).fill_(0x7F)
             elif x.dtype.is_floating_point:
@@ -139,3 +163,10 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
             return x
 
         monkeypatch.setattr(torch, name, poisoned)
+
+    def check() -> None:
+        for raw, size, what in made:
+            for margin in (raw[:MARGIN], raw[MARGIN + size :]):
+                assert bool((margin == 0xA5).all()), f"written outside of a buffer: {what}"
+
+    return check

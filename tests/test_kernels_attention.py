@@ -6,6 +6,8 @@ the same cases run for real.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attention_cases import Shape
@@ -80,8 +82,20 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    check = poison_empty(monkeypatch)
+    yield
+    check()
+
+
+def test_writing_outside_of_a_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = poison_empty(monkeypatch)
+    x = torch.empty(2, 3, 5).transpose(0, 1)
+    x.fill_(1.0)
+    check()
+    x.as_strided((1,), (1,), x.storage_offset() + 30).fill_(0.0)
+    with pytest.raises(AssertionError, match="outside of a buffer"):
+        check()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -51,8 +52,10 @@ EVERY_KIND = pytest.mark.parametrize("block,fmt,kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    check = poison_empty(monkeypatch)
+    yield
+    check()
 
 
 def values(R: int, C: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,6 +3,8 @@ interpreter on a CPU; on a CUDA device the same cases run for real, emulated or 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attention_cases import Shape
@@ -88,8 +90,10 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    check = poison_empty(monkeypatch)
+    yield
+    check()
 
 
 def values(codes: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ interpreter on a CPU; marked ``gpu``, larger and in every layout, for real.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attention_cases import Shape
@@ -86,8 +88,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    check = poison_empty(monkeypatch)
+    yield
+    check()
 
 
 def columns(T: int, pack: Packing) -> tuple[Tensor, Tensor]:
