@@ -46,6 +46,13 @@ class FinetuneOptions(Options):
     warmup: int = 20
     output: str = aside("runs/finetune")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lora_rank < 2**31:
+            raise ValueError(f"`lora_rank` is {self.lora_rank}; it must be 0 or more.")
+        if not 0 < self.lora_alpha < 1e300:
+            raise ValueError(f"`lora_alpha` is {self.lora_alpha}; it must be a positive number.")
+
 
 def encode(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list, list]:
     """Tokens of a conversation and their labels: those of the assistant's messages, what ends them

@@ -43,6 +43,14 @@ def build_model(o: Options, **changes) -> PreTrainedModel:
     """A new model drawn from the seed, or a pretrained one; FP32 weights. ``changes`` go into its
     config."""
     set_seed(o.seed)
+    try:
+        return _build(o, changes)
+    # Transformers raises what it likes.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise SystemExit(f"model {o.model!r}: {type(error).__name__}: {error}") from error
+
+
+def _build(o: Options, changes: dict) -> PreTrainedModel:
     if isinstance(o.model, dict):
         fields = {**o.model, **changes}
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -61,7 +69,17 @@ def make_accelerator(o: Options) -> Accelerator:
     tracker = None if o.tracker == "none" else o.tracker
     # TensorBoard adds the name of the run, which is the output folder's.
     where = Path(o.output).parent
-    return Accelerator(mixed_precision=precision, log_with=tracker, project_dir=where)
+    try:
+        accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=where)
+    except ValueError as error:
+        raise SystemExit(f"tracker {o.tracker!r}: {error}") from error
+    each = o.micro_batch * accelerator.num_processes
+    if o.batch_size % each:
+        raise SystemExit(
+            f"batch_size is {o.batch_size}; it must be a multiple of {each}: micro_batch "
+            f"{o.micro_batch} on {accelerator.num_processes} processes."
+        )
+    return accelerator
 
 
 class Training:
@@ -193,7 +211,10 @@ class Training:
 
 def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> None:
     how = {"linear": o.linear, "block": o.block, "backend": o.backend}
-    accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
+    try:
+        accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
+    except (ValueError, NotImplementedError) as error:
+        raise SystemExit(f"arm {o.arm!r}: {error}") from error
 
 
 def newest(o: Options) -> Path | None:
@@ -296,7 +317,7 @@ def run(*args) -> dict:
     """:func:`train`, with a line instead of a traceback for what a user can mend."""
     try:
         return train(*args)
-    except (tr.CheckpointError, tr.NotFinite) as error:
+    except (tr.CheckpointError, tr.NotFinite, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 

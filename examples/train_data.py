@@ -20,7 +20,10 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """``name`` through ``AutoTokenizer``, or UTF-8 bytes (256 values and 3 specials, no files)."""
-    return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+    try:
+        return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"tokenizer {name!r}: {error}") from error
 
 
 def load_examples(o: Options) -> Dataset | IterableDataset:
