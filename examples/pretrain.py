@@ -33,7 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_deltamatch import training as tr
 from hf_deltamatch.diagnostics import Monitor
 from hf_deltamatch.environment import environment
+from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.training import state as st
+from hf_deltamatch.training.lock import alone_in
 from hf_deltamatch.training.metrics import MetricsFile, read_metrics
 from hf_deltamatch.training.options import Options, parse_options
 from hf_deltamatch.training.samplers import Sampler, padded_share, share
@@ -52,8 +54,7 @@ def build_model(o: Options, **changes) -> PreTrainedModel:
 
 def _build(o: Options, changes: dict) -> PreTrainedModel:
     if isinstance(o.model, dict):
-        fields = {**o.model, **changes}
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = config_of_fields({**o.model, **changes})
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Not the checkpoint's dtype: AdamW's steps are lost in the rounding of BF16 weights.
     config = AutoConfig.from_pretrained(o.model)
@@ -315,8 +316,11 @@ def main(argv: list[str] | None = None) -> dict:
 
 def run(*args) -> dict:
     """:func:`train`, with a line instead of a traceback for what a user can mend."""
+    o, accelerator = args[:2]
+    first = accelerator.is_main_process  # the one that writes
     try:
-        return train(*args)
+        with alone_in(Path(o.output)) if first else nullcontext():
+            return train(*args)
     except (tr.CheckpointError, tr.NotFinite, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 

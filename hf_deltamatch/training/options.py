@@ -174,6 +174,11 @@ class Options:
                 "a path or hub name with --model."
             )
 
+        if not isinstance(self.model, str | dict):
+            raise ValueError(
+                f"`model` is {self.model!r}; it must be a mapping, a path or a hub name."
+            )
+
     def identity(self) -> dict:
         """What makes the run: a checkpoint is resumed only with the same. How it is spread over
         processes does not."""
