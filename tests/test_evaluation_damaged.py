@@ -122,3 +122,10 @@ def test_json_without_nan(tmp_path) -> None:
     found = json.loads(out.read_text(), parse_constant=strict)
     row = next(r for r in found["rows"] if r["task"] == "hard")
     assert row["scores"]["dm"]["value"] is None and row["scores"]["mp"]["value"] is not None
+
+
+def test_a_model_folder_that_is_not_there(tmp_path, capsys) -> None:
+    """Not the hub's words about names of repositories."""
+    for command in (["eval", str(tmp_path / "none"), "--tasks", "arc_easy"],):
+        assert cli.main(command) == 2
+        assert f"{tmp_path / 'none'} is no folder; PATH is" in capsys.readouterr().err

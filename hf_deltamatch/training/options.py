@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hf_deltamatch.formats import ATTENTION_BLOCKS
 from hf_deltamatch.ops.backend import BACKENDS
-from hf_deltamatch.recipes import LinearRecipe
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.training.arms import ARMS
 from hf_deltamatch.training.optim import OPTIMIZERS
 from hf_deltamatch.training.schedule import SCHEDULES
@@ -142,7 +141,6 @@ class Options:
             ("schedule", SCHEDULES),
             ("optimizer", OPTIMIZERS),
             ("documents", ("separate", "joined")),
-            ("block", tuple(ATTENTION_BLOCKS)),
             ("linear", (None, *LinearRecipe.NAMES)),
             ("backend", (None, *BACKENDS)),
             ("precision", ("auto", "bf16", "no")),
@@ -152,6 +150,10 @@ class Options:
                     f"`{name}` is {getattr(self, name)!r}; allowed values are "
                     f"{', '.join(map(repr, allowed))}."
                 )
+        try:
+            AttentionRecipe(block=self.block)
+        except ValueError as error:  # which begins with the class
+            raise ValueError(str(error).partition(": ")[2]) from error
         usual = {f.name: f.default for f in fields(self)}
         for name, least in _WHOLE.items():
             value = getattr(self, name)
