@@ -35,13 +35,15 @@ RUNS = [run for run in parse_study(small(FILE, "stdlib")).runs if is_known(run.c
 SETTINGS = list(dict.fromkeys(run.setting for run in RUNS))
 
 
-def run_of(setting: str, arm: str, text: str = ""):
+def run_of(setting: str, arm: str, text: str = "stdlib"):
     runs = parse_study(small(FILE, text)).runs
     return next(r for r in runs if (r.setting, r.arm) == (setting, arm))
 
 
 def test_settings_are_the_architectures_that_the_paper_names() -> None:
-    types = {r.setting: r.config["model"]["model_type"] for r in parse_study(small(FILE, "stdlib")).runs}
+    types = {
+        r.setting: r.config["model"]["model_type"] for r in parse_study(small(FILE, "stdlib")).runs
+    }
     assert Counter(types.values()) == dict.fromkeys(
         ("llama", "smollm3", "deepseek_v3", "qwen3_next", "bamba", "kimi_linear"), 1
     )
