@@ -85,6 +85,7 @@ def test_fields_of_a_new_model() -> None:
     misspelled hidden_size would train a model of 7B."""
     assert config_of_fields({"model_type": "llama", "hidden_size": 64}).hidden_size == 64
     assert config_of_fields({"model_type": "llama", "rope_theta": 5.0})
+    assert config_of_fields({"model_type": "qwen2", "head_dim": 16}).head_dim == 16  # not declared
     for fields, words in (
         ({"model_type": "llama", "hiddensize": 64}, "no 'hiddensize'; did you mean 'hidden_size'"),
         ({"model_type": "llama", "hidden_size": "x"}, "config of llama: .*hidden_size"),
