@@ -31,7 +31,8 @@ def config_of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
         )
     cls = CONFIG_MAPPING[kind]
     known = _FORMER | set(cls.attribute_map) | {n for n in dir(cls) if not n.startswith("_")}
-    for base in cls.__mro__:
+    # Llama's too: a file may share them over model types, of which some have no use for one.
+    for base in (*cls.__mro__, *CONFIG_MAPPING["llama"].__mro__):
         known |= set(inspect.get_annotations(base)) | set(
             inspect.signature(base.__init__).parameters
         )
