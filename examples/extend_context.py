@@ -48,8 +48,10 @@ class ExtendOptions(Options):
             raise ValueError(
                 f"`rope` is {self.rope!r}; allowed values are {', '.join(map(repr, ROPES))}."
             )
-        if self.factor < 1:
-            raise ValueError(f"`factor` is {self.factor}; it is at least 1.")
+        if not 1 <= self.factor <= 1e6:
+            raise ValueError(f"`factor` is {self.factor}; it must be a number from 1 to 1e6.")
+        if self.rope_theta is not None and not 0 < self.rope_theta < 1e300:
+            raise ValueError(f"`rope_theta` is {self.rope_theta}; it must be a positive number.")
         if not isinstance(self.model, str):
             raise ValueError("`model` must be the local path or hub name of a trained model.")
 

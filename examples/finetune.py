@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from jinja2 import TemplateError
 from pretrain import build_model, make_accelerator, run, set_arm
 from train_data import load_examples, load_tokenizer, need_column
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +47,13 @@ class FinetuneOptions(Options):
     warmup: int = 20
     output: str = aside("runs/finetune")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lora_rank < 2**31:
+            raise ValueError(f"`lora_rank` is {self.lora_rank}; it must be 0 or more.")
+        if not 0 < self.lora_alpha < 1e300:
+            raise ValueError(f"`lora_alpha` is {self.lora_alpha}; it must be a positive number.")
+
 
 def encode(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list, list]:
     """Tokens of a conversation and their labels: those of the assistant's messages, what ends them
@@ -57,6 +65,15 @@ def encode(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[li
     ids: list[int] = []
     labels: list[int] = []
     done = ""
+    whole = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None
+        for m in messages
+    )
+    if not whole:
+        raise ValueError(
+            f"finetune: a conversation is {str(messages)[:80]!r}; it must be a list of "
+            '{"role": …, "content": …}.'
+        )
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -84,7 +101,10 @@ def load_chats(o: FinetuneOptions, tokenizer) -> tuple[RowSampler, Rows | None]:
         raise SystemExit("finetune: name conversations with --data, without --streaming.")
     examples = load_examples(o)
     need_column(examples, o.messages_column, o)
-    chats = [encode(messages, tokenizer) for messages in examples[o.messages_column]]
+    try:
+        chats = [encode(messages, tokenizer) for messages in examples[o.messages_column]]
+    except (ValueError, TemplateError) as error:
+        raise SystemExit(f"data {o.data!r}: {error}") from error
     chats = [chat for chat in chats if chat[0]]
     n = min(o.held_out, len(chats) - 1)
     chosen = {i * len(chats) // n for i in range(n)} if n > 0 else set()

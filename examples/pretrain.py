@@ -34,7 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_deltamatch import training as tr
 from hf_deltamatch.diagnostics import Monitor
 from hf_deltamatch.environment import environment
+from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.training import state as st
+from hf_deltamatch.training.lock import alone_in
 from hf_deltamatch.training.metrics import MetricsFile, read_metrics
 from hf_deltamatch.training.options import Options, parse_options
 from hf_deltamatch.training.samplers import Sampler, padded_share, share
@@ -44,9 +46,16 @@ def build_model(o: Options, **changes) -> PreTrainedModel:
     """A new model drawn from the seed, or a pretrained one; FP32 weights. ``changes`` go into its
     config."""
     set_seed(o.seed)
+    try:
+        return _build(o, changes)
+    # Transformers raises what it likes.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise SystemExit(f"model {o.model!r}: {type(error).__name__}: {error}") from error
+
+
+def _build(o: Options, changes: dict) -> PreTrainedModel:
     if isinstance(o.model, dict):
-        fields = {**o.model, **changes}
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = config_of_fields({**o.model, **changes})
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Not the checkpoint's dtype: AdamW's steps are lost in the rounding of BF16 weights.
     config = AutoConfig.from_pretrained(o.model)
@@ -62,7 +71,16 @@ def make_accelerator(o: Options) -> Accelerator:
     tracker = None if o.tracker == "none" else o.tracker
     # TensorBoard adds the name of the run, which is the output folder's.
     where = Path(o.output).parent
-    accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=where)
+    try:
+        accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=where)
+    except ValueError as error:
+        raise SystemExit(f"tracker {o.tracker!r}: {error}") from error
+    each = o.micro_batch * accelerator.num_processes
+    if o.batch_size % each:
+        raise SystemExit(
+            f"batch_size is {o.batch_size}; it must be a multiple of {each}: micro_batch "
+            f"{o.micro_batch} on {accelerator.num_processes} processes."
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
         # Autocast casts, as on one device. Accelerate's default also sums gradients and returns the
@@ -200,7 +218,10 @@ class Training:
 
 def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> None:
     how = {"linear": o.linear, "block": o.block, "backend": o.backend}
-    accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
+    try:
+        accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
+    except (ValueError, NotImplementedError) as error:
+        raise SystemExit(f"arm {o.arm!r}: {error}") from error
 
 
 def newest(o: Options) -> Path | None:
@@ -301,9 +322,12 @@ def main(argv: list[str] | None = None) -> dict:
 
 def run(*args) -> dict:
     """:func:`train`, with a line instead of a traceback for what a user can mend."""
+    o, accelerator = args[:2]
+    first = accelerator.is_main_process  # the one that writes
     try:
-        return train(*args)
-    except (tr.CheckpointError, tr.NotFinite) as error:
+        with alone_in(Path(o.output)) if first else nullcontext():
+            return train(*args)
+    except (tr.CheckpointError, tr.NotFinite, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 

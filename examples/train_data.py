@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from hf_deltamatch.training import Packer, Rows, join
@@ -20,7 +21,13 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """``name`` through ``AutoTokenizer``, or UTF-8 bytes (256 values and 3 specials, no files)."""
-    return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+    try:
+        return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(
+            f"tokenizer {name!r}: neither a folder with a tokenizer nor a hub name that can be loaded "
+            f"here ({error})"
+        ) from error
 
 
 def load_examples(o: Options) -> Dataset | IterableDataset:
@@ -37,8 +44,10 @@ def load_examples(o: Options) -> Dataset | IterableDataset:
         if path.is_file():
             return load_dataset(KINDS.get(path.suffix, "text"), data_files=str(path), **how)
         return load_dataset(o.data, o.data_config, **how)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"data {o.data!r}: {error}") from error
+    except StopIteration as error:
+        raise SystemExit(f"data {o.data!r}: it is empty.") from error
+    except (OSError, ValueError, DatasetsError) as error:
+        raise SystemExit(f"data {o.data!r}: {error.__cause__ or error}") from error
 
 
 def standard_library(o: Options) -> list[str]:
@@ -66,6 +75,11 @@ def load_text(o: Options, tokenizer: PreTrainedTokenizerBase) -> tuple[Sampler, 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise SystemExit(
+                f"data {o.data!r}: column {o.text_column!r} holds {text!r}, a {type(text).__name__}; it "
+                "must be text. Name another with --text-column."
+            )
         return tokenizer(text, add_special_tokens=False)["input_ids"] + end
 
     if isinstance(examples, IterableDataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -205,13 +206,23 @@ def _write_json(path: Path | None, result: dict) -> None:
 
     if path is None:
         return
-    text = json.dumps({**result, "environment": environment()}, indent=2) + "\n"
+    whole = _finite({**result, "environment": environment()})
+    text = json.dumps(whole, indent=2, allow_nan=False) + "\n"
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _finite(value):
+    """NaN and Inf as null: JSON has neither, and most readers refuse the file."""
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _bench(args: argparse.Namespace) -> int:

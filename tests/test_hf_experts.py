@@ -261,3 +261,21 @@ def test_experts_compile(family: str) -> None:
         expected = run_one(module, *args)
         for name, value in run_one(compiled, *args).items():
             assert_bitwise_equal(value, expected[name], name)
+
+
+def test_index_below_zero_is_no_expert() -> None:
+    """As one past the last: it gives nothing, whichever expert its row would sort next to."""
+    model = build("mixtral")
+    swap_linears(model)
+    module = next(iter(experts_of(model).values()))
+    x = torch.randn(5, module.down_proj.shape[1])
+    index = torch.tensor([[0, 1], [0, 3], [1, 2], [3, 0], [2, 1]])
+    weights = torch.rand(5, 2)
+    past, below = index.clone(), index.clone()
+    past[1], below[1] = module.num_experts, -1
+    past[3, 1], below[3, 1] = module.num_experts, -7
+    with torch.no_grad():
+        expected = module(x, past, weights)
+        assert_bitwise_equal(module(x, below, weights), expected)
+        assert not expected[1].any()
+        assert not torch.equal(module(x, index, weights), expected)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from attention_cases import FIELDS, Shape, causal, make_inputs, offsets, run
 
-from hf_deltamatch import delta_matching_attention, fp8_linear
+from hf_deltamatch import delta_matching_attention, fp8_linear, swap_linears
+from hf_deltamatch.ops import fp8_experts_linear
 from hf_deltamatch.testing import assert_bitwise_equal, assert_close
 
 Q, K = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
@@ -170,3 +171,32 @@ def test_huge_window_is_no_window_compiled() -> None:
     attention = torch.compile(delta_matching_attention, fullgraph=True, backend="aot_eager")
     compiled = run(*x, attention=attention, is_causal=True, window=sys.maxsize)
     same(compiled, run(*x, is_causal=True))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+@pytest.mark.parametrize("op", ["delta_matching_attention", "fp8_linear", "fp8_experts_linear"])
+def test_transforms_of_functions(op: str, transform: str) -> None:
+    """Refused in words for who calls, not for who writes ops; `functional_call` is no transform."""
+    fn = {
+        "delta_matching_attention": lambda w: delta_matching_attention(Q, w, K),
+        "fp8_linear": lambda w: fp8_linear(X, w),
+        "fp8_experts_linear": lambda w: fp8_experts_linear(X, w[None], torch.tensor([5])),
+    }[op]
+    w = K if op.startswith("delta") else W
+    call = {
+        "vmap": lambda: torch.func.vmap(fn)(w[None]),
+        "grad": lambda: torch.func.grad(lambda w: fn(w).sum())(w),
+        "jvp": lambda: torch.func.jvp(fn, (w,), (w,)),
+    }[transform]
+    with pytest.raises(
+        NotImplementedError, match=f"^{op}: called within a transform of torch.func"
+    ):
+        call()
+    linear = torch.nn.Linear(64, 48)
+    swap_linears(linear)
+    assert torch.func.functional_call(linear, {"weight": W}, (X,)).shape == (5, 48)
+
+
+def test_ends_without_values() -> None:
+    with pytest.raises(ValueError, match="`ends` is on meta and x on cpu"):
+        fp8_experts_linear(X, W[None], torch.tensor([5], device="meta"))

@@ -31,17 +31,19 @@ from hf_deltamatch.testing import assert_close
 CPU = torch.device("cpu")
 FILE = "study_architectures.yaml"
 # Older versions of Transformers lack the newest classes.
-RUNS = [run for run in parse_study(small(FILE, "")).runs if is_known(run.config)]
+RUNS = [run for run in parse_study(small(FILE, "stdlib")).runs if is_known(run.config)]
 SETTINGS = list(dict.fromkeys(run.setting for run in RUNS))
 
 
-def run_of(setting: str, arm: str, text: str = ""):
+def run_of(setting: str, arm: str, text: str = "stdlib"):
     runs = parse_study(small(FILE, text)).runs
     return next(r for r in runs if (r.setting, r.arm) == (setting, arm))
 
 
 def test_settings_are_the_architectures_that_the_paper_names() -> None:
-    types = {r.setting: r.config["model"]["model_type"] for r in parse_study(small(FILE, "")).runs}
+    types = {
+        r.setting: r.config["model"]["model_type"] for r in parse_study(small(FILE, "stdlib")).runs
+    }
     assert Counter(types.values()) == dict.fromkeys(
         ("llama", "smollm3", "deepseek_v3", "qwen3_next", "bamba", "kimi_linear"), 1
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import datetime
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from hf_deltamatch.recipes import AttentionRecipe
-from hf_deltamatch.study.spec import Claim, load_study, parse_study, select
+from hf_deltamatch.study.spec import Claim, Train, load_study, parse_study, select
 
 TABLE = Path(__file__).parent.parent / "examples" / "configs" / "study_table.yaml"
 SMALL = {
@@ -100,7 +104,7 @@ def test_select() -> None:
         ({"sedes": [1]}, "unknown 'sedes'"),
         ({"train": {"lr": "3e-3"}}, "train.lr is '3e-3'.*need a dot: 3.0e-3"),
         ({"train": {"stepz": 3}}, "unknown 'stepz'"),
-        ({"train": {"steps": 0}}, "train.steps is 0.*at least 1"),
+        ({"train": {"steps": 0}}, "train.steps is 0.*whole number, 1 or more"),
         ({"train": {"schedule": "linear"}}, "schedule is 'linear'.*cosine"),
         ({"arms": ["MP", "XX"]}, "arm 'XX' is not one of MP, SD, DM"),
         ({"arms": {"A": {"attention": "nope"}}}, "Unknown attention recipe 'nope'"),
@@ -117,7 +121,76 @@ def test_refused(change: dict, words: str) -> None:
         parse_study({**SMALL, **change})
 
 
-def test_not_yaml(tmp_path) -> None:
-    (tmp_path / "a.yaml").write_text("a: [1")
+@pytest.mark.parametrize(
+    "content", [b"a: [1", b"\xff\xfe\x00", b"[" * 5000], ids=["cut", "bin", "deep"]
+)
+def test_not_yaml(content: bytes, tmp_path) -> None:
+    (tmp_path / "a.yaml").write_bytes(content)
     with pytest.raises(ValueError, match="a.yaml is not YAML"):
         load_study(tmp_path / "a.yaml")
+
+
+WRONG = [
+    None, 0, -1, True, 1.5, math.nan, math.inf, "", "x", "3e-3", [], [1], [[]], [{}], {}, {"x": 1}, {1: 2},
+    datetime.date(2020, 1, 1), b"x", 10**30,
+]  # fmt: skip
+
+
+def places(part, at=()) -> list[tuple]:
+    """Paths to everything in a file's content."""
+    items = part.items() if isinstance(part, dict) else enumerate(part)
+    out = []
+    for key, value in items:
+        out.append((*at, key))
+        if isinstance(value, dict | list):
+            out += places(value, (*at, key))
+    return out
+
+
+WHOLE = {
+    "name": "all", "baseline": "DM", "seeds": [0, 1], "arms": {
+        "MP": {"attention": "sdpa"},
+        "DM": {"attention": {"recipe": "delta_matching", "block": "1xD"}, "linear": "blockwise",
+               "leave": ["*.q_proj"]},
+    },
+    "corpus": {"source": "stdlib", "held_out_every": 9, "limit_bytes": 1000},
+    "runtime": {"workers": 2, "cuda_graph": "auto", "backend": None},
+    "evaluate": {"tasks": ["continuation"], "include": "x", "limit": 3, "num_fewshot": 0,
+                 "batch_size": 4},
+    "model": {"model_type": "llama"}, "train": {**dataclasses.asdict(Train()), "betas": [0.9, 0.95]},
+    "then": {"seq_len": 1024, "model": {"rope_theta": 1.0}},
+    "settings": [{"name": "a", "priority": 1, "train": {"lr": 1.0}}, {"name": "b", "model": {}}],
+    "claims": [{"arm": "MP", "to": "DM", "within": 0.02}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", places(WHOLE), ids=lambda p: ".".join(map(str, p)))
+def test_any_value_anywhere(place: tuple) -> None:
+    """What is read is a study whose values have the types of their fields; all else is one sentence
+    that begins with what is wrong, however odd the value."""
+    parse_study(copy.deepcopy(WHOLE))
+    for value in WRONG:
+        data = copy.deepcopy(WHOLE)
+        part = data
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = copy.deepcopy(value)
+        try:
+            study = parse_study(data)
+        except ValueError as error:
+            assert str(error).startswith("study: "), (value, error)
+            continue
+        assert json.loads(json.dumps(study.source, allow_nan=False)) == study.source
+        for run in study.runs:
+            for name in ("steps", "batch_size", "seq_len", "warmup"):
+                assert type(run.config["train"][name]) is int
+            for name in ("lr", "clip", "weight_decay", "floor"):
+                assert type(run.config["train"][name]) in (int, float)
+            assert [type(b) in (int, float) for b in run.config["train"]["betas"]] == [True, True]
+            assert type(run.config["corpus"]["source"]) is str
+            assert type(run.config["corpus"]["held_out_every"]) is int
+        assert study.runtime["workers"] >= 1 and study.runtime["cuda_graph"] in (
+            True,
+            False,
+            "auto",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from hf_deltamatch.evaluation import released
 
@@ -98,6 +99,8 @@ def _with_positional(argv: list[str]) -> list[str]:
     if not argv or argv[0].startswith("-"):
         return argv
     path, *rest = argv
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():
+        raise ValueError(f"{path} is no folder; PATH is a folder with a model, or a hub name.")
     if any("pretrained" in a for a in rest):
         raise ValueError(
             f"the model is given twice: {path!r}, and pretrained= in --model_args. Leave out one."

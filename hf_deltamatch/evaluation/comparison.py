@@ -54,19 +54,28 @@ def compare(runs: list[Results], tasks: list[str] | None = None) -> dict:
                 f"{base.label} and {other.label} cannot be compared: {'; '.join(wrong)}. Evaluate "
                 "both with the same options, or choose what they share with --tasks."
             )
-    groups = [g for g in base.data.get("groups", {}) if all(g in r.data["results"] for r in runs)]
+    groups = [g for g in _groups(base) if all(g in r.data["results"] for r in runs)]
     rows = []
     for name in [*base.tasks, *groups]:
         if tasks and name not in tasks:
             continue
         for key in base.metrics(name):
             rows.append(_row(runs, name, key, group=name in groups))
+    if not rows:
+        raise ValueError(
+            f"{base.label} has no scores{' of ' + ', '.join(tasks) if tasks else ''} to compare; "
+            f"it has {', '.join(base.tasks) or 'no tasks'}."
+        )
     return {
         "baseline": base.label,
         "runs": {run.label: _facts(run) for run in runs},
         "rows": rows,
         "notes": _notes(runs),
     }
+
+
+def _groups(run: Results) -> dict:
+    return run.data.get("groups") or {}
 
 
 def _row(runs: list[Results], name: str, key: str, *, group: bool) -> dict:
@@ -84,7 +93,7 @@ def _row(runs: list[Results], name: str, key: str, *, group: bool) -> dict:
         "metric": metric,
         "filter": kind,
         "group": group,
-        "higher_is_better": base.data.get("higher_is_better", {}).get(name, {}).get(metric),
+        "higher_is_better": (base.data.get("higher_is_better") or {}).get(name, {}).get(metric),
         "version": base.data["versions"].get(name),
         "n_shot": base.data["n-shot"].get(name),
         "documents": base.data["results"][name].get("sample_len"),
@@ -171,9 +180,18 @@ def _group_difference(a: Results, b: Results, group: str, key: str) -> tuple[flo
     return _unpaired(a.stderr(group, key), b.stderr(group, key)), "unpaired"
 
 
-def _leaves(run: Results, group: str) -> list[str]:
-    children = run.data.get("group_subtasks", {}).get(group)
-    return [group] if not children else [t for c in children for t in _leaves(run, c)]
+def _leaves(run: Results, group: str, above: tuple[str, ...] = ()) -> list[str]:
+    """Tasks of a group, or the task itself.
+
+    Raises:
+        ValueError: a group within itself.
+    """
+    if group in above:
+        raise ValueError(f"{run.path} is damaged: the group {group!r} is within itself.")
+    children = (run.data.get("group_subtasks") or {}).get(group)
+    if not children:
+        return [group]
+    return [t for c in children for t in _leaves(run, c, (*above, group))]
 
 
 def _mismatches(a: Results, b: Results, chosen: list[str] | None) -> list[str]:
@@ -195,8 +213,14 @@ def _mismatches(a: Results, b: Results, chosen: list[str] | None) -> list[str]:
         of = lambda run, s=section: run.data.get(s) or {} if s else run.data
         if of(a).get(key) != of(b).get(key):
             wrong.append(f"{key} {of(a).get(key)!r} and {of(b).get(key)!r}")
-    for task in (t for t in tasks if t in b.tasks):
+    for task in (t for t in tasks if t in a.tasks and t in b.tasks):
         wrong += _task_mismatches(a, b, task)
+    for group in _groups(a):
+        if group in b.data["results"] and (not chosen or group in chosen):
+            if only := a.metrics(group).keys() ^ b.metrics(group).keys():
+                wrong.append(f"{group}: only one has the metric {', '.join(sorted(only))}")
+            if sorted(_leaves(a, group)) != sorted(_leaves(b, group)):
+                wrong.append(f"{group}: other tasks in the group")
     return wrong
 
 
@@ -229,7 +253,8 @@ def _document_mismatches(a: Results, b: Results, task: str) -> list[str]:
         {(s["doc_id"], s.get("filter")): [s.get(m) for m in marks] for s in side}
         for side in samples
     )
-    differ = sorted(k[0] for k in first.keys() | second.keys() if first.get(k) != second.get(k))
+    differ = [k[0] for k in first.keys() | second.keys() if first.get(k) != second.get(k)]
+    differ.sort(key=lambda i: (isinstance(i, str), i))
     return (
         [f"{task}: other documents or prompts (the first is number {differ[0]})"] if differ else []
     )

@@ -14,6 +14,7 @@ from hf_deltamatch.hf.modules import (
     choice_of,
     is_ours,
     own_attention_modules,
+    require_module,
 )
 from hf_deltamatch.hf.running import running, would_run
 from hf_deltamatch.ops.backend import SLOW_PATH, explain
@@ -61,6 +62,7 @@ def check_model(model: nn.Module) -> ModelCheck:
         NotImplementedError: a module has no kernel on the device that it is on, so that its first
             forward would raise.
     """
+    require_module("check_model", model)
     without_kernel = modules_without_kernel(model)
     if without_kernel is not None:
         raise NotImplementedError(f"check_model: {without_kernel}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from hf_deltamatch.ops import fp8_experts_linear
+from hf_deltamatch.ops.attention_args import HIGH_PRECISION
 from hf_deltamatch.recipes import LinearRecipe
 
 EXPERTS_IMPLEMENTATION = "fp8_delta_matching"
@@ -33,7 +34,8 @@ _MARKS = ("fp8_recipe", "fp8_backend", "fp8_shared_config")
 
 def is_experts(module: nn.Module) -> bool:
     """Does the experts interface choose what this module runs?"""
-    forward = getattr(type(module).forward, "__globals__", {})
+    # Scripted modules have no forward of their class.
+    forward = getattr(getattr(type(module), "forward", None), "__globals__", {})
     return forward is vars(moe) and all(name in vars(module) for name in _FACTS)
 
 
@@ -65,7 +67,7 @@ def experts_hard_reason(module: nn.Module) -> str | None:
         weight = getattr(module, name, None)
         if not isinstance(weight, Tensor) or weight.dim() != 3:
             return f"fused experts without a 3-D {name}"
-        if not weight.is_floating_point() or weight.element_size() < 2:
+        if weight.dtype not in HIGH_PRECISION:
             return f"{name} is stored as {weight.dtype}"
     return None
 
@@ -143,7 +145,9 @@ def fp8_experts_forward(
         ``[tokens, hidden]`` in the dtype of ``hidden_states``.
     """
     tokens, k = top_k_index.shape
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    # What is below 0 is no expert either; sorted, it would lie in the rows of the first.
+    index = torch.where(top_k_index < 0, self.num_experts, top_k_index)
+    experts, order = torch.sort(index.reshape(-1), stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(tokens * k, device=order.device)
     every = torch.arange(self.num_experts, device=experts.device, dtype=experts.dtype)

@@ -36,9 +36,11 @@ from hf_deltamatch.hf.modules import (
     check_backend,
     check_patterns,
     pattern_list,
+    require_module,
     update_saved_config,
 )
 from hf_deltamatch.ops import fp8_linear
+from hf_deltamatch.ops.attention_args import HIGH_PRECISION as QUANTISED_DTYPES
 from hf_deltamatch.recipes import LinearRecipe
 
 DEFAULT_RECIPE = "blockwise"
@@ -156,6 +158,7 @@ def swap_linears(
          1 x 64 -> 64, blockwise
       left 1: out_features 2 < 16
     """
+    require_module("swap_linears", model)
     check_backend("swap_linears", backend)
     filter_fn = auto_filter(filter_fn, tokens)
     plan = plan_linears(
@@ -196,7 +199,7 @@ def plan_linears(
         check_patterns("swap_linears: `modules_to_not_convert`", leave, linears)
         check_patterns("swap_linears: `layers`", layers, linears)
     keep = recipe is None and any(is_fp8(m) for m in linears.values())
-    base = LinearRecipe.resolve(recipe or DEFAULT_RECIPE)
+    base = LinearRecipe.resolve(DEFAULT_RECIPE if recipe is None else recipe)
     tied = tied_parameters(model)
     asked, left, exceptions = Patterns(include), Patterns(leave), Patterns(per_layer)
 
@@ -249,6 +252,9 @@ def swap_by_plan(
             f"swap_linears: no module of {type(model).__name__} can be swapped. Left:\n{report}"
         )
     for name, chosen in plan.items():
+        if isinstance(chosen, str) and (why := _extended(model.get_submodule(name))):
+            raise ValueError(f"swap_linears: {name} cannot be left ({chosen}): {why}.")
+    for name, chosen in plan.items():
         module = model.get_submodule(name)
         if isinstance(chosen, str):
             _unswap(module)  # swapped by an earlier call
@@ -280,10 +286,29 @@ def unswap_linears(model: nn.Module) -> int:
     """Turn FP8 linears and experts back into the plain modules they were; returns how many.
 
     What a model that was loaded with a ``DeltaMatchConfig`` saves about itself follows.
+
+    Raises:
+        ValueError: an FP8 linear whose class something else has extended since it was swapped (a
+            parametrization, ``fully_shard``); nothing is turned back then.
+        TypeError: not a model.
     """
+    require_module("unswap_linears", model)
+    for name, module in fp8_linears(model).items():
+        if _extended(module):
+            raise ValueError(f"unswap_linears: {name or 'the module'}: {_extended(module)}.")
     count = sum(_unswap(module) for module in model.modules())
     update_saved_config(model)
     return count
+
+
+def _extended(module: nn.Module) -> str | None:
+    """Why an FP8 linear cannot become a plain one: its class is no longer ours alone."""
+    if not isinstance(module, _FP8) or type(module) in _UNSWAP:
+        return None
+    return (
+        f"its class is {type(module).__name__} since something extended it in FP8 (a parametrization, "
+        "fully_shard); undo that first, or choose before it"
+    )
 
 
 def _unswap(module: nn.Module) -> bool:
@@ -331,8 +356,12 @@ def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
         return f"{kind.__module__}.{kind.__name__} is not exactly nn.Linear"
     if hooks and "forward" in vars(module) and not isinstance(module, _FP8):
         return "its forward is replaced on the instance (an Accelerate hook, for example)"
-    if not module.weight.is_floating_point() or module.weight.element_size() < 2:
+    if not isinstance(module.weight, Tensor):
+        return "it has no weight"
+    if module.weight.dtype not in QUANTISED_DTYPES:
         return f"the weight is stored as {module.weight.dtype}"
+    if 0 in (in_features(module), out_features(module)):
+        return f"it is empty, {_shape(module)}"
     return None
 
 

@@ -160,7 +160,28 @@ def pattern_list(what: str, patterns: Iterable[str] | None) -> list[str]:
             f"{what} is the string {patterns!r}; it must be a list of module patterns. "
             f"Write [{patterns!r}]."
         )
-    return list(patterns or ())
+    try:
+        found = [] if patterns is None else list(patterns)
+    except TypeError:
+        found = [None]
+    _require_text(what, patterns, found)
+    return found
+
+
+def _require_text(what: str, given: Any, patterns: Iterable[Any]) -> None:
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{what} is {given!r}; a module pattern is text, such as 'model.layers.0' or '*.mlp', "
+                f"not {'this' if pattern is None else repr(pattern)}."
+            )
+
+
+def require_module(what: str, model: Any) -> None:
+    """TypeError for what is no model; before anything reads its attributes."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"{what}: `model` is {given}; it must be a torch.nn.Module.")
 
 
 def pattern_dict(what: str, patterns: dict[str, Any] | None) -> dict[str, Any]:
@@ -169,6 +190,7 @@ def pattern_dict(what: str, patterns: dict[str, Any] | None) -> dict[str, Any]:
             f"{what} is a {type(patterns).__name__}; it must be a dict of module pattern to recipe, "
             'for example {"model.layers.0": "bf16"}.'
         )
+    _require_text(what, patterns, patterns or {})
     return patterns or {}
 
 
@@ -242,6 +264,7 @@ def set_attention_recipe(
     from hf_deltamatch.hf.layer_words import named_layers  # which finds modules by this module
 
     what = "set_attention_recipe"
+    require_module(what, model)
     check_backend(what, backend)
     if not isinstance(layers, str):
         layers = pattern_dict(f"{what}: `layers`", layers)

@@ -17,6 +17,7 @@ from hf_deltamatch.ops.attention_args import (
     distinct,
     number,
     refuse_double_backward,
+    refuse_transforms,
     split_cu_seqlens,
     validate,
 )
@@ -112,6 +113,7 @@ def delta_matching_attention(
     torch.Size([1, 8, 128, 64])
     """
     recipe = AttentionRecipe.resolve(recipe)
+    refuse_transforms("delta_matching_attention")
     check_types(q, k, v, mask, sinks, is_causal)
     window = check_window(window, is_causal)
     softmax_scale = number("softmax_scale", softmax_scale, instead="Multiply q by it instead.")

@@ -67,6 +67,17 @@ def refuse_double_backward(op: str) -> None:
         )
 
 
+def refuse_transforms(op: str) -> None:
+    """Within ``torch.func.vmap``, ``grad``, ``jvp`` … torch would say what the author of an op has to
+    override."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{op}: called within a transform of torch.func (vmap, grad, jvp …), which it does not "
+            "support. Use torch.autograd.grad for gradients, a larger batch instead of vmap, or SDPA "
+            "or nn.Linear there."
+        )
+
+
 def distinct(first: Tensor, *others: Tensor) -> list[Tensor]:
     """The same tensors as different objects: torch.compile refuses one tensor given twice to an
     autograd function (self-attention on one tensor, one ``cu_seqlens`` for q and k)."""

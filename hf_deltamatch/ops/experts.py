@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     refuse_double_backward,
+    refuse_transforms,
     require_tensors,
 )
 from hf_deltamatch.ops.backend import choose, refuse_unsupported
@@ -238,6 +239,7 @@ def fp8_experts_linear(
     """
     what = "fp8_experts_linear"
     recipe = LinearRecipe.resolve(recipe)
+    refuse_transforms(what)
     require_tensors(what, x=x, weight=weight, ends=ends)
     if bias is not None:
         require_tensors(what, bias=bias)
@@ -269,6 +271,10 @@ def _check_experts(what: str, x: Tensor, weight: Tensor, ends: Tensor, bias: Ten
         raise ValueError(
             f"{what}: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; x is [rows, in] and weight "
             "[experts, out, in] (or transposed), every size of it at least 1."
+        )
+    if ends.is_meta and not x.is_meta:
+        raise ValueError(
+            f"{what}: `ends` is on meta and x on {x.device}; its values are read. Make it on the CPU."
         )
     if ends.shape != weight.shape[:1] or ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -17,6 +17,7 @@ from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     no_autocast,
     refuse_double_backward,
+    refuse_transforms,
     require_tensors,
 )
 from hf_deltamatch.ops.backend import choose, refuse_unsupported
@@ -234,6 +235,7 @@ def fp8_linear(
     torch.Size([2, 5, 32])
     """
     recipe = LinearRecipe.resolve(recipe)
+    refuse_transforms("fp8_linear")
     require_tensors("fp8_linear", x=x, weight=weight)
     if bias is not None:
         require_tensors("fp8_linear", bias=bias)

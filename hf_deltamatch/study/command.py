@@ -49,7 +49,9 @@ def add_parser(commands) -> None:
         help="record the step once and replay it (default: what the file says)",
     )
     add(
-        "--save", action="store_true", help="keep final weights, in OUTPUT/models/KEY of runs.jsonl"
+        "--save",
+        action="store_true",
+        help="keep final weights, in OUTPUT/models/KEY of runs.jsonl (a run without them is missing)",
     )
     add("--time-limit", type=float, metavar="SECONDS", help="end what is not done by then")
     add("--list", action="store_true", help="print the names of the runs and what is there of them")
@@ -60,6 +62,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise."""
     import transformers
 
+    from hf_deltamatch.ops.backend import BACKENDS
     from hf_deltamatch.study import pool, report
     from hf_deltamatch.study.corpus import load_corpus
     from hf_deltamatch.study.evaluate import require_lm_eval
@@ -79,9 +82,15 @@ def run_command(args: argparse.Namespace) -> int:
     workers = by_file if args.workers is None else args.workers
     if workers < 1:
         raise ValueError(f"--workers is {workers}; it must be at least 1.")
+    if args.time_limit is not None and not 0 < args.time_limit < 1e9:
+        raise ValueError(f"--time-limit is {args.time_limit}; it must be a number of seconds.")
+    if args.backend not in (None, *BACKENDS):
+        raise ValueError(f"--backend is {args.backend!r}; allowed are {', '.join(BACKENDS)}.")
     folder = args.output or Path("runs") / study.name
-    rows = pool.read_rows(folder)
-    done = lambda run: run.key in rows and rows[run.key]["status"] != "failed"
+    show = lambda text: print(text, file=sys.stderr, flush=True)
+    rows = pool.read_rows(folder, show)
+    kept = lambda run: not args.save or (folder / "models" / run.key).is_dir()
+    done = lambda run: run.key in rows and rows[run.key]["status"] != "failed" and kept(run)
     if args.list:
         for run in runs:
             print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
@@ -107,7 +116,7 @@ def run_command(args: argparse.Namespace) -> int:
             time_limit=args.time_limit,
             save=args.save,
             say=say,
-            show=lambda text: print(text, file=sys.stderr, flush=True),
+            show=show,
         )
         rows = pool.read_rows(folder)
     found = report.write_report(study, rows, folder)

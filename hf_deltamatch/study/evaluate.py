@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from hf_deltamatch.study import checks
 from hf_deltamatch.study.corpus import Corpus
 from hf_deltamatch.study.tokenizer import byte_tokenizer
 
@@ -34,20 +35,14 @@ class Evaluate:
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        if isinstance(self.tasks, str) or not self.tasks:
-            raise ValueError(
-                f"study: evaluate.tasks is {self.tasks!r}; it must be a list of names."
-            )
-        object.__setattr__(self, "tasks", tuple(map(str, self.tasks)))
+        checks.texts("evaluate.tasks", self.tasks)
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        if self.include is not None:
+            checks.text("evaluate.include", self.include)
         for name in ("limit", "num_fewshot", "batch_size"):
             value = getattr(self, name)
-            least = 0 if name == "num_fewshot" else 1
-            if value is None and name != "batch_size":
-                continue
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"study: evaluate.{name} is {value!r}; it must be a whole number, {least} or more."
-                )
+            if value is not None or name == "batch_size":
+                checks.whole(f"evaluate.{name}", value, 0 if name == "num_fewshot" else 1)
 
 
 def require_lm_eval() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
+from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.study.tokenizer import byte_tokenizer
@@ -53,8 +54,7 @@ def build_model(config: dict, device: torch.device, backend: str | None) -> PreT
     Raises:
         ValueError, NotImplementedError: a config that Transformers refuses, or no kernel.
     """
-    fields = dict(config["model"])
-    model_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_config = config_of_fields(config["model"])
     attention, linear = config["attention"], config["linear"]
     torch.manual_seed(config["seed"])
     model = AutoModelForCausalLM.from_config(

@@ -24,40 +24,68 @@ import torch
 
 from hf_deltamatch.environment import environment
 from hf_deltamatch.study.corpus import load_corpus
+from hf_deltamatch.study.rows import is_row
 from hf_deltamatch.study.run import GraphError, identity, train
 from hf_deltamatch.study.spec import Run
 
 RESULTS = "runs.jsonl"
 
 
-def read_rows(folder: Path) -> dict[str, dict]:
-    """Rows by key, the last of each. A line cut short by a kill is no row."""
-    rows = {}
+def read_rows(folder: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, dict]:
+    """Rows by key, the last of each. A line cut short by a kill is no row, nor is one that lacks what
+    a report reads; ``say`` is told how many there are."""
+    rows, no_rows = {}, 0
     path = folder / RESULTS
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        if not line:
             continue
-        rows[row["key"]] = row
+        try:
+            row = json.loads(line, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            row = None
+        if is_row(row):
+            rows[row["key"]] = row
+        else:
+            no_rows += 1
+    if no_rows:
+        say(f"{path}: {no_rows} lines are no whole results and do not count")
     return rows
+
+
+def _no_number(word: str) -> None:
+    """
+    Raises:
+        ValueError: NaN or Infinity, which no row of ours has.
+    """
+    raise ValueError(word)
 
 
 def append_row(folder: Path, row: dict) -> None:
     """One line, whole before this returns."""
     path = folder / RESULTS
     # After a kill the file may end within a line, which must not swallow this one.
-    cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-    with path.open("a") as file:
+    cut = path.exists() and _last_byte(path) not in (b"", b"\n")
+    with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut else "") + json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read(1)
+
+
 def devices_of(names: list[str] | None) -> list[str]:
     """The named devices, or all CUDA devices, or the CPU."""
     if names:
-        return [str(torch.device(n)) for n in names]
+        try:
+            return [str(torch.device(n)) for n in names]
+        except RuntimeError as error:
+            raise ValueError(
+                f"--devices is {' '.join(names)}; names are cpu, cuda, cuda:0 … ({error})."
+            ) from error
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 
@@ -295,7 +296,10 @@ def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool
     image = None
     if png:
         try:
-            plot(study, rows, folder / "report.png")
+            partial = folder / f"report.{os.getpid()}.partial.png"
+            plot(study, rows, partial)
+            if partial.exists():  # there may be nothing to draw
+                partial.replace(folder / "report.png")
             image = "report.png"
         except ImportError:
             pass
@@ -303,7 +307,8 @@ def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool
         ("report.json", json.dumps(report, indent=2) + "\n"),
         ("report.md", to_markdown(report, image)),
     ):
-        partial = folder / f"{name}.partial"
+        # Shards of a study may be writing theirs.
+        partial = folder / f"{name}.{os.getpid()}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(folder / name)
     return report

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_deltamatch.diagnostics import count_calls, record_row_sum
 from hf_deltamatch.study.corpus import Corpus
@@ -204,8 +207,18 @@ def train(
             last = row.get("then") or row
             last["scores"] = evaluate(trainer.model, options, corpus, trainer.options.seq_len)
         if save is not None:
-            save_model(trainer.model, save)
+            _save_whole(trainer.model, save)
     return {**identity(run), **row, "corpus": corpus.facts}
+
+
+def _save_whole(model: PreTrainedModel, folder: Path) -> None:
+    """The folder is there when it is whole, whenever this process is killed."""
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_model(model, partial)
+    if folder.exists():  # of a run whose row was lost
+        shutil.rmtree(folder)
+    partial.rename(folder)
 
 
 @contextlib.contextmanager

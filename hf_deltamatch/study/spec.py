@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_deltamatch.ops.backend import BACKENDS
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.study import checks
 from hf_deltamatch.study.evaluate import Evaluate
 from hf_deltamatch.training.schedule import SCHEDULES
 
@@ -51,35 +53,22 @@ class Train:
     """Diverged: the last steps' mean loss is this far (nats) above the best such mean of the run."""
 
     def __post_init__(self) -> None:
+        at = lambda name: (f"train.{name}", getattr(self, name))
         for name in ("steps", "batch_size", "seq_len", "last", "held_out_sequences"):
-            _check(
-                isinstance(v := getattr(self, name), int) and v >= 1,
-                f"train.{name}",
-                v,
-                "at least 1",
-            )
+            checks.whole(*at(name), 1)
         for name in ("warmup", "residual_every", "max_skipped"):
-            _check(
-                isinstance(v := getattr(self, name), int) and v >= 0,
-                f"train.{name}",
-                v,
-                "0 or more",
-            )
+            checks.whole(*at(name), 0)
         for name in ("lr", "clip", "diverged_above"):
-            v = getattr(self, name)
-            _check(isinstance(v, int | float) and v > 0, f"train.{name}", v, "a positive number")
-        _check(self.schedule in SCHEDULES, "train.schedule", self.schedule, f"one of {SCHEDULES}")
-        _check(
-            self.precision in PRECISIONS, "train.precision", self.precision, f"one of {PRECISIONS}"
-        )
+            checks.number(*at(name), above=0)
+        checks.number(*at("weight_decay"))
+        checks.number(*at("floor"), most=1.0)
+        checks.one_of(*at("schedule"), SCHEDULES)
+        checks.one_of(*at("precision"), PRECISIONS)
+        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
+            checks.refuse(*at("betas"), "a list of two numbers, as [0.9, 0.95]")
+        for beta in self.betas:
+            checks.number("train.betas", beta, most=0.999999999)
         object.__setattr__(self, "betas", tuple(self.betas))
-
-
-def _check(fine: bool, name: str, value: object, allowed: str) -> None:
-    if not fine:
-        # YAML reads 3e-3 as text: the dot is part of its numbers.
-        hint = " (YAML numbers need a dot: 3.0e-3)" if isinstance(value, str) else ""
-        raise ValueError(f"study: {name} is {value!r}; it must be {allowed}{hint}.")
 
 
 @dataclass(frozen=True)
@@ -166,7 +155,7 @@ def load_study(path: str | Path) -> Study:
 
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"study: {path} is not YAML: {error}") from error
     return parse_study(data, str(path))
 
@@ -175,16 +164,27 @@ def parse_study(data: Any, where: str = "study") -> Study:
     """A :class:`Study` from what the YAML file holds."""
     if not isinstance(data, dict):
         raise ValueError(f"study: {where} holds {type(data).__name__}; it must be a mapping.")
+    checks.json_types(data, where)
     _known(data, _TOP, where)
     arms = _arms(data.get("arms", list(ARMS)))
     baseline = data.get("baseline", next(iter(arms)))
-    if baseline not in arms:
+    if not isinstance(baseline, str) or baseline not in arms:
         raise ValueError(f"study: baseline is {baseline!r}; arms are {', '.join(arms)}.")
     seeds = data.get("seeds", [0])
-    if not (isinstance(seeds, list) and seeds and all(isinstance(s, int) for s in seeds)):
-        raise ValueError(f"study: seeds is {seeds!r}; it must be a list of whole numbers.")
+    if not isinstance(seeds, list) or not seeds:
+        checks.refuse("seeds", seeds, "a list of whole numbers")
+    for seed in seeds:
+        checks.whole("a seed", seed, 0)
+    if len(set(seeds)) < len(seeds):
+        checks.refuse("seeds", seeds, "a list without repetitions")
     corpus = {**_CORPUS, **_section(data, "corpus", set(_CORPUS), where)}
+    checks.text("corpus.source", corpus["source"])
+    for name in ("held_out_every", "limit_bytes"):
+        checks.whole(f"corpus.{name}", corpus[name], 1)
     runtime = {**_RUNTIME, **_section(data, "runtime", set(_RUNTIME), where)}
+    checks.whole("runtime.workers", runtime["workers"], 1)
+    checks.one_of("runtime.cuda_graph", runtime["cuda_graph"], (True, False, "auto"))
+    checks.one_of("runtime.backend", runtime["backend"], (None, *BACKENDS))
     base_train = _section(data, "train", _TRAIN, where)
     base_model = _section(data, "model", None, where)
     evaluation = _section(data, "evaluate", {f.name for f in dataclasses.fields(Evaluate)}, where)
@@ -198,12 +198,14 @@ def parse_study(data: Any, where: str = "study") -> Study:
         if not isinstance(setting, dict) or "name" not in setting:
             raise ValueError(f"study: {here} must be a mapping with a name; it is {setting!r}.")
         _known(setting, _SETTING, here)
+        checks.text(f"name in {here}", setting["name"])
+        checks.number(f"priority in {here}", setting.get("priority", 0), least=-1e9)
         if setting["name"] in names:
             raise ValueError(f"study: two settings are called {setting['name']!r}.")
         names.append(setting["name"])
         train = Train(**{**base_train, **_section(setting, "train", _TRAIN, here)})
         model = {**base_model, **_section(setting, "model", None, here)}
-        if "model_type" not in model:
+        if not isinstance(model.get("model_type"), str):
             raise ValueError(f"study: {here}: the model has no model_type, as in `llama`.")
         then = {**base_then, **_section(setting, "then", _TRAIN | {"model"}, here)}
         for index, (arm, choice) in enumerate(arms.items()):
@@ -224,8 +226,9 @@ def parse_study(data: Any, where: str = "study") -> Study:
                 order = (setting.get("priority", 0), seeds.index(seed), at, index)
                 rows.append((order, Run(setting["name"], arm, seed, config)))
     runs = [run for _, run in sorted(rows, key=lambda row: row[0])]
-    name = str(data.get("name", Path(where).stem))
-    claims = _claims(data.get("claims") or [], arms, baseline)
+    name = data.get("name", Path(where).stem)
+    checks.text("name", name)
+    claims = _claims(data.get("claims"), arms, baseline)
     return Study(name, baseline, arms, names, seeds, corpus, runs, runtime, claims, data)
 
 
@@ -266,7 +269,8 @@ def _known(data: dict, known: set[str], where: str) -> None:
 
 
 def _section(data: dict, name: str, known: set[str] | None, where: str) -> dict:
-    section = data.get(name) or {}
+    section = data.get(name)
+    section = {} if section is None else section
     if not isinstance(section, dict):
         raise ValueError(f"study: {name} in {where} is {section!r}; it must be a mapping.")
     if known is not None:
@@ -284,6 +288,7 @@ def _stage(train: Train, model: dict, then: dict, where: str) -> dict:
 
 
 def _claims(claims: Any, arms: dict, baseline: str) -> list[Claim]:
+    claims = [] if claims is None else claims
     if not isinstance(claims, list) or not all(isinstance(c, dict) for c in claims):
         raise ValueError(
             f"study: claims is {claims!r}; it must be a list, as in [{{arm: DM, within: 0.02}}]."
@@ -294,13 +299,12 @@ def _claims(claims: Any, arms: dict, baseline: str) -> list[Claim]:
         _known(claim, {"arm", "to", "within"}, here)
         one = Claim(claim.get("arm", ""), claim.get("to", baseline), claim.get("within"))
         for name in (one.arm, one.to):
-            if name not in arms:
+            if not isinstance(name, str) or name not in arms:
                 raise ValueError(f"study: {here} names {name!r}; arms are {', '.join(arms)}.")
         if one.arm == one.to:
             raise ValueError(f"study: {here} compares {one.arm!r} with itself; give another `to`.")
         if one.within is not None:
-            fine = isinstance(one.within, int | float) and one.within > 0
-            _check(fine, f"{here}.within", one.within, "a positive number")
+            checks.number(f"{here}.within", one.within, above=0)
         found.append(one)
     return found
 
@@ -308,6 +312,7 @@ def _claims(claims: Any, arms: dict, baseline: str) -> list[Claim]:
 def _arms(arms: Any) -> dict[str, dict]:
     """Name to resolved recipes: ``attention`` is ``"sdpa"`` or fields, ``linear`` None or fields."""
     if isinstance(arms, list):
+        checks.texts("arms", arms)
         arms = {name: ARMS.get(name) for name in arms}
     if not isinstance(arms, dict) or not arms:
         raise ValueError(f"study: arms is {arms!r}; it must be names or a mapping.")
@@ -319,17 +324,22 @@ def _arms(arms: Any) -> dict[str, dict]:
                 f"study: arm {name!r} is not one of {', '.join(ARMS)}; describe it, as in "
                 f"{name}: {{attention: delta_matching, linear: blockwise}}."
             )
+        if not isinstance(arm, dict):
+            checks.refuse(f"arm {name!r}", arm, "a mapping, as in {attention: delta_matching}")
         _known(arm, {"attention", "linear", "leave"}, f"arm {name!r}")
         attention, linear = arm.get("attention", "sdpa"), arm.get("linear")
         out[name] = {
             "attention": attention
             if attention == "sdpa"
-            else _recipe(AttentionRecipe, attention).to_dict(),
-            "linear": None if linear is None else _recipe(LinearRecipe, linear).to_dict(),
+            else _recipe(AttentionRecipe, attention, f"arm {name!r}: attention"),
+            "linear": None
+            if linear is None
+            else _recipe(LinearRecipe, linear, f"arm {name!r}: linear"),
         }
         leave = arm.get("leave")
         if leave is not None:
-            if linear is None or not isinstance(leave, list) or not leave:
+            patterns = isinstance(leave, list) and all(isinstance(p, str) for p in leave)
+            if linear is None or not patterns or not leave:
                 raise ValueError(
                     f"study: arm {name!r}: leave is {leave!r}; beside `linear`, it must be a list of "
                     "module patterns whose linears stay as they are, as in ['*.self_attn']."
@@ -338,9 +348,13 @@ def _arms(arms: Any) -> dict[str, dict]:
     return out
 
 
-def _recipe(kind, value):
-    """``name`` or ``{recipe: name, field: value}``."""
-    if isinstance(value, dict):
-        fields = dict(value)
-        return kind.from_name(fields.pop("recipe", next(iter(kind.NAMES))), **fields)
-    return kind.from_name(value)
+def _recipe(kind: type, value: Any, where: str) -> dict:
+    """All fields of ``name`` or ``{recipe: name, field: value}``."""
+    fields = dict(value) if isinstance(value, dict) else {"recipe": value}
+    name = fields.pop("recipe", next(iter(kind.NAMES)))
+    if not isinstance(name, str):
+        checks.refuse(where, value, f"the name of a recipe ({', '.join(kind.NAMES)}) or its fields")
+    try:
+        return kind.from_name(name, **fields).to_dict()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"study: {where}: {error}") from error

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from hf_deltamatch.ops.backend import BACKENDS
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.training.arms import ARMS
 from hf_deltamatch.training.optim import OPTIMIZERS
 from hf_deltamatch.training.schedule import SCHEDULES
@@ -27,6 +29,28 @@ ASIDE = {"about": "aside"}
 
 def aside(default: Any) -> Any:
     return field(default=default, metadata=ASIDE)
+
+
+_SMALLEST, _LARGEST = 1e-300, 1e300
+_POSITIVE = (_SMALLEST, _LARGEST, "a positive number")
+_SHARE = (0.0, 1.0, "a share, from 0 to 1")
+_RANGES = {
+    "lr": (0.0, _LARGEST, "a number, 0 or more"),
+    "weight_decay": (0.0, _LARGEST, "a number, 0 or more"),
+    "clip": (_SMALLEST, _LARGEST, "a positive number (1.0e30 clips nothing)"),
+    "peak_flops": _POSITIVE,
+    "floor": _SHARE,
+    "decay": _SHARE,
+    "seed": (0, 2**32 - 1, "a whole number from 0 to 4294967295"),
+}
+"""Smallest and largest value of numbers, and both in words."""
+_WHOLE = {
+    **dict.fromkeys(("batch_size", "micro_batch", "steps", "max_skipped", "log_every", "keep"), 1),
+    **dict.fromkeys(("eval_every", "save_every", "eval_rows"), 1),
+    **dict.fromkeys(("warmup", "held_out", "monitor_every"), 0),
+    "seq_len": 2,
+}
+"""Smallest value of whole numbers."""
 
 
 @dataclass
@@ -117,6 +141,8 @@ class Options:
             ("schedule", SCHEDULES),
             ("optimizer", OPTIMIZERS),
             ("documents", ("separate", "joined")),
+            ("linear", (None, *LinearRecipe.NAMES)),
+            ("backend", (None, *BACKENDS)),
             ("precision", ("auto", "bf16", "no")),
         ):
             if getattr(self, name) not in allowed:
@@ -124,14 +150,35 @@ class Options:
                     f"`{name}` is {getattr(self, name)!r}; allowed values are "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        counts = ("batch_size", "micro_batch", "steps", "max_skipped", "log_every", "keep")
-        for name in (*counts, "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        try:
+            AttentionRecipe(block=self.block)
+        except ValueError as error:  # which begins with the class
+            raise ValueError(str(error).partition(": ")[2]) from error
+        usual = {f.name: f.default for f in fields(self)}
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            if value != usual[name] and not least <= value < 2**63:
+                raise ValueError(f"`{name}` is {value}; it must be at least {least}.")
+        for name, (low, high, words) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (low <= value <= high):  # NaN is nowhere
+                raise ValueError(f"`{name}` is {value}; it must be {words}.")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(
+                f"`betas` is {self.betas}; it must be two numbers of at least 0 and below 1, as "
+                "[0.9, 0.95]."
+            )
+        if not self.output:
+            raise ValueError("`output` is empty; it must be the folder of the run.")
         if self.model is None:
             raise ValueError(
                 "`model` is missing; name a YAML file with --config (examples/configs/ has some), or "
                 "a path or hub name with --model."
+            )
+
+        if not isinstance(self.model, str | dict):
+            raise ValueError(
+                f"`model` is {self.model!r}; it must be a mapping, a path or a hub name."
             )
 
     def identity(self) -> dict:
@@ -172,7 +219,7 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
         values = {} if config is None else read_yaml(config)
         values |= {n: yaml.safe_load(v) for n, v in args.items() if v is not None}
         return kind(**checked(kind, values))
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"{config or 'options'}: {error}")
 
 
@@ -189,7 +236,7 @@ def field_docs(kind: type[Options]) -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> dict:
-    values = yaml.safe_load(path.read_text())
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"holds {type(values).__name__}; a mapping of options is needed.")
     return values
@@ -205,7 +252,7 @@ def checked(kind: type[Options], values: dict) -> dict:
     out = {}
     for name, value in values.items():
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
+            near = difflib.get_close_matches(str(name), hints, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown option {name!r}{hint} Known: {', '.join(sorted(hints))}.")
         out[name] = _as(name, value, hints[name])
@@ -229,7 +276,7 @@ def _as(name: str, value: Any, hint: Any) -> Any:
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:  # YAML reads 3e-4 as text
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if type(value) is not hint:
         raise ValueError(

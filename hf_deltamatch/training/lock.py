@@ -1,0 +1,52 @@
+"""One process at a time writes a run's folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_deltamatch.training.checkpoints import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within it, no other process is in ``folder``, which is made if it is not there. The system gives
+    the folder free however this process ends.
+
+    Raises:
+        CheckpointError: another one is, or the folder cannot be made or written to; said before
+            anything is trained.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: no folder that can be written to ({error}). Choose another output folder."
+        ) from error
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{folder}: another process is training into this folder, and two would mix their "
+                "checkpoints and metrics. Wait for it, end it, or choose another output folder."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)

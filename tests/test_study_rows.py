@@ -1,0 +1,96 @@
+"""``runs.jsonl``: what counts as a result, however the file was left; weights that are whole or not
+there."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import yaml
+from test_evaluation_damaged import GONE, WRONG, changed
+from test_study import FILE
+from test_study_spec import places
+from tiny_models import one_thread  # noqa: F401
+
+from hf_deltamatch import cli
+from hf_deltamatch.study import pool, report
+from hf_deltamatch.study.spec import parse_study
+
+
+@pytest.fixture(scope="module")
+def study(text, tmp_path_factory):
+    """A file, the folder of its results, and the rows."""
+    folder = tmp_path_factory.mktemp("study")
+    data = {**FILE, "arms": ["MP", "DM"], "corpus": {"source": text, "held_out_every": 10}}
+    data["then"] = {"seq_len": 96, "steps": 2, "last": 1, "warmup": 0}
+    (folder / "a.yaml").write_text(yaml.safe_dump(data))
+    assert cli.main(["study", str(folder / "a.yaml"), "--output", str(folder / "out")]) == 0
+    rows = [json.loads(line) for line in (folder / "out" / "runs.jsonl").read_text().splitlines()]
+    return data, folder, rows
+
+
+def test_rows_with_any_value_anywhere(study, tmp_path) -> None:
+    """A row counts if a report can be made of it; the others do not stand in its way."""
+    data, _, rows = study
+    parsed = parse_study(data)
+    counted = 0
+    for place in places(rows[0]):
+        if place[0] == "config" or any(isinstance(k, int) and k > 0 for k in place):
+            continue
+        for value in WRONG:
+            lines = [changed(rows[0], place, value), rows[1]]
+            (tmp_path / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+            found = pool.read_rows(tmp_path)
+            assert rows[1]["key"] in found
+            made = report.write_report(parsed, found, tmp_path, png=False)
+            assert report.to_markdown(made)
+            strict = lambda word: pytest.fail(word)
+            json.loads((tmp_path / "report.json").read_text(), parse_constant=strict)
+            counted += len(found) == 2
+    assert counted > 50 and GONE in WRONG
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"3", b"null", b"[1]", b"{}", b'{"key": 3}', b"\xff\xfe", b"[" * 5000, b'{"key": "a"'],
+)
+def test_lines_that_are_no_rows(line: bytes, study, tmp_path) -> None:
+    _, _, rows = study
+    whole = b"".join(json.dumps(r).encode() + b"\n" for r in rows)
+    (tmp_path / "runs.jsonl").write_bytes(whole + line)
+    said: list[str] = []
+    assert list(pool.read_rows(tmp_path, said.append)) == [r["key"] for r in rows]
+    assert len(said) == bool(line) and all("1 lines are no whole results" in s for s in said)
+    pool.append_row(tmp_path, {**copy.deepcopy(rows[0]), "key": "new"})
+    assert list(pool.read_rows(tmp_path))[-1] == "new"
+
+
+def test_weights_that_are_missing_are_made(study, capsys) -> None:
+    """``--save`` after a run without it: its results are there and its weights are not."""
+    _, folder, rows = study
+    call = ["study", str(folder / "a.yaml"), "--output", str(folder / "out"), "--only", "DM"]
+    assert cli.main(call) == 0 and "runs to do" not in capsys.readouterr().out
+    assert cli.main([*call, "--save"]) == 0
+    assert "1 of 1 runs to do" in capsys.readouterr().out
+    key = next(r["key"] for r in rows if r["arm"] == "DM")
+    assert [p.name for p in (folder / "out" / "models").iterdir()] == [key]  # nothing partial
+    assert cli.main([*call, "--save"]) == 0 and "runs to do" not in capsys.readouterr().out
+    again = pool.read_rows(folder / "out")[key]
+    assert again["loss"] == next(r for r in rows if r["key"] == key)["loss"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--devices", "nope"], ["--backend", "nope"], ["--time-limit", "nan"], ["--time-limit", "-1"],
+        ["--workers", "0"], ["--shard", "0/2"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_flags_that_are_refused(flags: list[str], study, capsys) -> None:
+    _, folder, _ = study
+    assert (
+        cli.main(["study", str(folder / "a.yaml"), "--output", str(folder / "none"), *flags]) == 2
+    )
+    assert flags[0] in capsys.readouterr().err and not (folder / "none").exists()
