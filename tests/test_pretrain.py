@@ -336,5 +336,5 @@ def test_sharded_parameters_are_cast_by_autocast_alone(monkeypatch, tmp_path: Pa
         plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=bf16)
         made = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=1)
         monkeypatch.setattr(pretrain, "Accelerator", lambda made=made, **_: made)
-        pretrain.make_accelerator(pretrain.Options(output=str(tmp_path / "run")))
+        pretrain.make_accelerator(pretrain.Options(**CONFIG, output=str(tmp_path / "run")))
         assert plugin.mixed_precision_policy == expected
