@@ -17,7 +17,6 @@ import torch
 
 from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, TENSOR_MEMORY, capability_of
 
-
 HOPPER_HEADS = (128,)
 """Padded head dimensions of the Hopper kernels. They do 64 too, right in every test and dK/dV 1.0 ms
 faster, but small models of D64 trained with them, three at once on one GPU, ended in illegal memory
