@@ -51,7 +51,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}")
 
 USE_FP8 = """
 
-In the arithmetic of training, with `pip install hf-deltamatch`:
+In the arithmetic of training, with `hf_deltamatch` installed:
 
 ```python
 import json
