@@ -214,7 +214,7 @@ def test_quantised_weights_are_evaluated_only_as_they_are(tmp_path) -> None:
     with pytest.raises(ValueError, match="quantised with FineGrainedFP8Config.*attention=none"):
         load(tmp_path)
     found = load(tmp_path, attention="none", linear="none").provenance()
-    assert (found["attention"], found["linear"]) == ({}, {})
+    assert (found["attention"], found["linear"], found["stored_as"]) == ({}, {}, "fp8")
 
 
 def test_unknown_backend(checkpoint) -> None:

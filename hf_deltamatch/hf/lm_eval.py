@@ -70,6 +70,7 @@ class DeltaMatchLM(HFLM):
     ) -> None:
         self._wanted = {"attention": attention, "linear": linear}
         self._fp8_backend = fp8_backend
+        self._stored: str | None = None
         self._calls_before = Counter(CALLS)
         check_backend("hf-deltamatch: fp8_backend", fp8_backend)
         choices = (attention, linear, fp8_backend)
@@ -101,6 +102,9 @@ class DeltaMatchLM(HFLM):
 
     def _create_model(self, *args, quantization_config=None, **kwargs) -> None:
         saved = isinstance(quantization_config, DeltaMatchConfig)
+        if quantization_config is not None and not saved:
+            method = quantization_config.quant_method
+            self._stored = str(getattr(method, "value", method))
         plain = all(name in (None, "none") for name in self._wanted.values())
         if quantization_config is not None and not (saved or plain):
             raise ValueError(
@@ -180,6 +184,7 @@ class DeltaMatchLM(HFLM):
             "fp8_linears": linears,
             "processes": self.world_size,  # the calls are those of the first
             "calls": dict(CALLS - self._calls_before),
+            "stored_as": self._stored,  # of Transformers' own quantisations
             "weights_sha256": _weights_sha256(self.pretrained),
             "environment": environment(),
         }
