@@ -59,9 +59,22 @@ def _build(o: Options, changes: dict) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Not the checkpoint's dtype: AdamW's steps are lost in the rounding of BF16 weights.
     config = AutoConfig.from_pretrained(o.model)
+    stored = dict(getattr(config, "quantization_config", None) or {})
+    if stored.get("quant_method") == "fp8":
+        raise SystemExit(
+            f"{o.model}: its weights are stored in FP8; training needs high-precision ones. Export the "
+            "run without --fp8, or dequantise it (docs/PUBLISHING.md)."
+        )
     for name, value in changes.items():
         setattr(config, name, value)
     return AutoModelForCausalLM.from_pretrained(o.model, config=config, dtype=torch.float32)
+
+
+def special_tokens(o: Options, tokenizer) -> dict:
+    """Ends of the tokenizer in use, for the config of a new model: generation stops at them, and
+    the config's class has those of another tokenizer. (Not ``pad``: an embedding does not learn it.)"""
+    names = ("bos_token_id", "eos_token_id") if isinstance(o.model, dict) else ()
+    return {name: getattr(tokenizer, name) for name in names if name not in o.model}
 
 
 def make_accelerator(o: Options) -> Accelerator:
@@ -310,7 +323,7 @@ def main(argv: list[str] | None = None) -> dict:
     accelerator = make_accelerator(o)
     tokenizer = load_tokenizer(o.tokenizer or (None if isinstance(o.model, dict) else o.model))
     sampler, held_out = load_text(o, tokenizer)
-    model = build_model(o)
+    model = build_model(o, **special_tokens(o, tokenizer))
     if model.config.vocab_size < len(tokenizer):
         raise SystemExit(
             f"the model has {model.config.vocab_size} tokens and the tokenizer {len(tokenizer)}; "

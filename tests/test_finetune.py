@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_full_finetuning(arm: str, base: Path, chats: Path, tmp_path: Path) -> N
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final").state_dict()
     assert all(not torch.equal(before[n], after[n]) for n in before)
     assert AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template == finetune.CHATML
+
+
+def test_weights_in_fp8_are_refused(base: Path, chats: Path, tmp_path: Path) -> None:
+    stored = json.loads((base / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = tmp_path / "fp8"
+    shutil.copytree(base, folder)
+    (folder / "config.json").write_text(json.dumps(stored))
+    options = {"model": folder, "data": chats, "output": tmp_path / "run"}
+    with pytest.raises(SystemExit, match="stored in FP8.*without --fp8"):
+        finetune.main(config(tmp_path / "c.yaml", **options))
 
 
 def test_lora(base: Path, chats: Path, tmp_path: Path) -> None:

@@ -186,6 +186,37 @@ def test_half_that_the_checkpoint_leaves_out(tmp_path) -> None:
     assert len(linears) == 7 and not any("layers.1." in n for n in linears)
 
 
+@pytest.mark.parametrize("recipe", [("stale_delta", None), (None, "rowwise"), None])
+def test_exported_folder_runs_as_it_was_trained(tmp_path, recipe) -> None:
+    build("llama", vocab_size=259).save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    config = recipe and hf_deltamatch.DeltaMatchConfig(*recipe).to_dict()
+    said = {"format": "hf_deltamatch.train_config", "quantization_config": config}
+    (tmp_path / "config.train.json").write_text(json.dumps(said))
+    attention, linear = recipe or (None, None)
+    found = load(tmp_path).provenance()
+    assert found["attention"] == ({attention: 2} if attention else {})
+    assert found["linear"] == ({linear: 14} if linear else {})
+    asked = {"attention": "dequantized_delta", "linear": "blockwise"}
+    found = load(tmp_path, **asked).provenance()
+    assert (found["attention"], found["linear"]) == ({"dequantized_delta": 2}, {"blockwise": 14})
+    found = load(tmp_path, attention="dequantized_delta").provenance()
+    assert found["attention"] == {"dequantized_delta": 2}
+    assert found["linear"] == ({linear: 14} if linear else {})
+
+
+def test_quantised_weights_are_evaluated_only_as_they_are(tmp_path) -> None:
+    build("llama", vocab_size=259).save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    stored = {"quant_method": "fp8", "modules_to_not_convert": ["model", "lm_head"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": stored}))
+    with pytest.raises(ValueError, match="quantised with FineGrainedFP8Config.*attention=none"):
+        load(tmp_path)
+    found = load(tmp_path, attention="none", linear="none").provenance()
+    assert (found["attention"], found["linear"], found["stored_as"]) == ({}, {}, "fp8")
+
+
 def test_unknown_backend(checkpoint) -> None:
     with pytest.raises(ValueError, match="fp8_backend: `backend` is 'slow'; allowed .*'reference'"):
         load(checkpoint, fp8_backend="slow")

@@ -184,6 +184,18 @@ def test_a_run_and_what_it_leaves(config, tmp_path: Path) -> None:
     assert numbers(folder) == before and (folder / "results.json").read_text() == results
 
 
+def test_a_new_model_ends_where_its_tokenizer_does() -> None:
+    given = {k: v for k, v in CONFIG["model"].items() if not k.endswith("_token_id")}
+    tokenizer = pretrain.load_tokenizer(None)
+    assert tokenizer.eos_token_id == 1  # a Llama's config says 2
+    for changed, expected in (({}, 1), ({"eos_token_id": 7}, 7)):
+        o = pretrain.Options(model={**given, **changed})
+        model = pretrain.build_model(o, **pretrain.special_tokens(o, tokenizer))
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == expected
+        assert model.get_input_embeddings().padding_idx is None
+    assert pretrain.special_tokens(pretrain.Options(model="some/name"), tokenizer) == {}
+
+
 def test_damaged_and_foreign_checkpoints_are_refused(config, tmp_path: Path) -> None:
     arguments = config(arm="mp", steps=2)
     pretrain.main(arguments)

@@ -109,5 +109,7 @@ def test_arms() -> None:
     recipes = {m.deltamatch.recipe for m in model.modules() if hasattr(m, "deltamatch")}
     assert {(r.delta, r.block) for r in recipes} == {("stale", "1xD")}
     assert apply_arm(build("llama"), "mp", device=CPU) == "arm mp"
+    said = apply_arm(build("llama"), "mp", linear="blockwise", device=CPU)
+    assert said == "arm mp; 14 linears in FP8 (blockwise)"
     with pytest.raises(ValueError, match="arm is 'bf16'; allowed values are 'mp', 'sd', 'dm'"):
         apply_arm(model, "bf16", device=CPU)

@@ -23,8 +23,9 @@ PATH is a local path or hub name, short for --model_args pretrained=PATH. Task g
 
 model_args of ours, besides those of lm-eval's `hf`:
   pretrained    a local path or hub name (needed)
-  attention     recipe name, `none`, or `auto`: what the checkpoint says, else delta_matching
-  linear        recipe name, `none`, or `auto`: what the checkpoint says, else blockwise
+  attention     recipe name, `none`, or `auto`: what config.json says, else the config.train.json of
+                an exported folder, else delta_matching
+  linear        recipe name, `none`, or `auto`: the same, else blockwise
   fp8_backend   a backend by name, `reference` for the slow path on a GPU without a kernel
 
 --released NAME evaluates a model that the authors of the paper released, in BF16 unless attention or

@@ -157,6 +157,8 @@ def to_markdown(found: dict) -> str:
             for what in ("attention", "linear")
             if facts[what] is not None  # else lm-eval's own model, which does not say
         ]
+        if facts["stored_as"]:
+            said.append(f"weights stored as `{facts['stored_as']}`")
         lines.append(f"* {name}: " + ", ".join([str(facts["model"]), *said]))
     lines += [f"* note: {note}" for note in found["notes"]]
     return "\n".join(lines)

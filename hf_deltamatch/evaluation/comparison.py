@@ -279,6 +279,7 @@ def _facts(run: Results) -> dict:
         "dtype": config.get("model_dtype"),
         "attention": ours.get("attention"),
         "linear": ours.get("linear"),
+        "stored_as": ours.get("stored_as"),
         "weights_sha256": ours.get("weights_sha256"),
         "batch_size": config.get("batch_size"),
         "limit": config.get("limit"),

@@ -51,7 +51,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}")
 
 USE_FP8 = """
 
-In the arithmetic of training, with `pip install hf-deltamatch`:
+In the arithmetic of training, with `hf_deltamatch` installed:
 
 ```python
 import json
@@ -183,9 +183,10 @@ def _data(training: dict, options: dict) -> str:
         what = f"`{data}`" + (f", `{options['data_config']}`" if options.get("data_config") else "")
         what += f", split `{options['split']}`, column `{options['text_column']}`"
     apart = "do not see each other" if options["documents"] == "separate" else "see each other"
+    held = options["held_out"]
     out = (
         f"{what}. Documents are packed into rows of {options['seq_len']:,} tokens, in which they "
-        f"{apart}; {options['held_out']:,} documents are held out."
+        f"{apart}; {held:,} {'document is' if held == 1 else 'documents are'} held out."
     )
     if rows := (training.get("data") or {}).get("rows"):
         out += f" {rows:,} rows, in an order drawn from the seed."

@@ -101,8 +101,9 @@ def write_tokenizer(source: Source, folder: Path) -> str:
     """Tokenizer files into ``folder``; where they are from, or why there are none."""
     options = source.options or {}
     if source.companion is not None and (source.companion / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(source.companion).save_pretrained(folder)
-        return "of the run"
+        tokenizer = AutoTokenizer.from_pretrained(source.companion)
+        tokenizer.save_pretrained(folder)
+        return "UTF-8 bytes" if isinstance(tokenizer, ByT5Tokenizer) else "of the run"
     if isinstance(options.get("model"), dict) and options.get("tokenizer") is None:
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)  # what the scripts take
         return "UTF-8 bytes"

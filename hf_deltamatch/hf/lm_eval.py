@@ -3,9 +3,9 @@
 ``hf-deltamatch eval --model_args pretrained=PATH --tasks …`` takes lm-eval's own options. Extra
 ``model_args``:
 
-* ``attention``: recipe name, ``auto`` (what the checkpoint says, else ``delta_matching``) or
-  ``none``;
-* ``linear``: recipe name, ``auto`` (what the checkpoint says, else ``blockwise``) or ``none``;
+* ``attention``: recipe name, ``auto`` (what the checkpoint says in its ``config.json``, or in the
+  ``config.train.json`` of an exported folder; else ``delta_matching``) or ``none``;
+* ``linear``: recipe name, ``auto`` (the same, else ``blockwise``) or ``none``;
 * ``fp8_backend``: ``reference`` for the slow path on a GPU without a kernel. It changes no recipe.
 
 A recipe name replaces the recipe of every module that a checkpoint's own config runs in FP8; what
@@ -15,6 +15,7 @@ that config leaves in high precision stays so.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from transformers.utils import cached_file
 
 from hf_deltamatch.environment import environment
 from hf_deltamatch.hf.attention import ATTN_IMPLEMENTATION
@@ -68,6 +70,7 @@ class DeltaMatchLM(HFLM):
     ) -> None:
         self._wanted = {"attention": attention, "linear": linear}
         self._fp8_backend = fp8_backend
+        self._stored: str | None = None
         self._calls_before = Counter(CALLS)
         check_backend("hf-deltamatch: fp8_backend", fp8_backend)
         choices = (attention, linear, fp8_backend)
@@ -100,16 +103,30 @@ class DeltaMatchLM(HFLM):
     def _create_model(self, *args, quantization_config=None, **kwargs) -> None:
         saved = isinstance(quantization_config, DeltaMatchConfig)
         if quantization_config is not None and not saved:
+            method = quantization_config.quant_method
+            self._stored = str(getattr(method, "value", method))
+        plain = all(name in (None, "none") for name in self._wanted.values())
+        if quantization_config is not None and not (saved or plain):
             raise ValueError(
                 f"hf-deltamatch: the checkpoint is quantised with "
                 f"{type(quantization_config).__name__}; FP8 arithmetic needs high-precision "
-                "weights. Evaluate it with lm-eval's own `hf` model, or dequantise it first."
+                "weights. Evaluate it as it is with attention=none,linear=none, or dequantise it "
+                "first."
             )
+        defaults = _DEFAULTS
+        if quantization_config is None and "auto" in self._wanted.values():
+            trained = _trained_with(**kwargs)
+            if trained is not None and trained["quantization_config"] is not None:
+                quantization_config = DeltaMatchConfig.from_dict(trained["quantization_config"])
+                quantization_config.backend = self._fp8_backend
+                saved = True
+            elif trained is not None:
+                defaults = dict.fromkeys(_DEFAULTS)
         wanted = {
-            what: None if name in (None, "none") else (_DEFAULTS[what] if name == "auto" else name)
+            what: None if name in (None, "none") else (defaults[what] if name == "auto" else name)
             for what, name in self._wanted.items()
         }
-        if not saved and any(wanted.values()):
+        if quantization_config is None and any(wanted.values()):
             quantization_config = DeltaMatchConfig(**wanted, backend=self._fp8_backend)
         super()._create_model(*args, quantization_config=quantization_config, **kwargs)
         if saved:
@@ -167,9 +184,26 @@ class DeltaMatchLM(HFLM):
             "fp8_linears": linears,
             "processes": self.world_size,  # the calls are those of the first
             "calls": dict(CALLS - self._calls_before),
+            "stored_as": self._stored,  # of Transformers' own quantisations
             "weights_sha256": _weights_sha256(self.pretrained),
             "environment": environment(),
         }
+
+
+def _trained_with(pretrained, revision=None, subfolder=None, **_) -> dict | None:
+    """``config.train.json`` of a folder that `hf-deltamatch export` wrote, here or on the hub."""
+    missing = ("missing_entries", "connection_errors", "gated_repo")
+    file = cached_file(
+        pretrained,
+        "config.train.json",
+        revision=revision,
+        subfolder=subfolder or "",
+        **{f"_raise_exceptions_for_{what}": False for what in missing},
+    )
+    if file is None:
+        return None
+    found = json.loads(Path(file).read_text(encoding="utf-8"))
+    return found if found.get("format") == "hf_deltamatch.train_config" else None
 
 
 def _is_ours(model) -> bool:

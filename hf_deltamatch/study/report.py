@@ -266,16 +266,20 @@ def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     for axis, (setting, found) in zip(axes.flat, shown.items(), strict=False):
+        highest = 0.0
         for index, arm in enumerate(study.arms):
             curves = [_smooth(row["loss"]) for row in _by_seed(found, arm).values()]
             for curve in curves:
                 axis.plot(curve, color=f"C{index}", linewidth=0.6, alpha=0.5)
+                highest = max(highest, *(x for x in curve if math.isfinite(x)), 0.0)
             if curves:
                 mean = [statistics.fmean(p) for p in zip(*curves, strict=False)]
                 axis.plot(mean, color=f"C{index}", linewidth=1.6, label=arm)
         finals = [row["best_loss"] for _, row in found if row["best_loss"] is not None]
         if finals:
-            axis.set_ylim(0.9 * min(finals), max(2.2 * min(finals), 1.1 * max(finals)))
+            top = max(2.2 * min(finals), 1.1 * max(finals))  # a diverged run may leave the picture
+            top = min(top, 1.05 * highest) if highest > min(finals) else top
+            axis.set_ylim(0.95 * min(finals), top)
         axis.set_title(setting)
         axis.set_xlabel("step")
         axis.set_ylabel("loss (nats per token)")

@@ -58,6 +58,8 @@ def apply_arm(
         said.append(f"{len(report.swapped)} linears in FP8 ({linear})")
         if not has_kernel:
             said.append("by the reference")
-    if recipe is not None or linear is not None:
+    if recipe is not None:
         said.append(str(check_model(model)).replace("\n", ", "))
+    elif linear is not None:  # that attention is SDPA's is what the arm is about
+        said.extend(check_model(model).notes)
     return "; ".join(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import cycle
 from pathlib import Path
 
 from hf_deltamatch.training.metrics import read_metrics
@@ -36,8 +37,16 @@ PANELS = (
 def add_parser(commands) -> None:
     """The command's arguments, on the subparsers of the main command."""
     parser = commands.add_parser("plot", help="one picture of a training run's metrics.jsonl")
-    parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/plot.png")
+    parser.add_argument(
+        "run",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run; several: a line style each",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: plot.png in the first RUN"
+    )
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -77,14 +86,16 @@ def plot(folders: list[Path], output: Path) -> list[str]:
         len(panels), 1, figsize=(8, 2.6 * len(panels)), sharex=True, layout="constrained", squeeze=False
     )  # fmt: skip
     for axis, (title, names, label, log) in zip(axes[:, 0], panels, strict=True):
-        for folder, rows in runs.items():
-            for name in names:
+        for folder, style in zip(runs, cycle(("-", "--", ":", "-.")), strict=False):
+            rows = runs[folder]
+            for index, name in enumerate(names):
                 points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
                 if points:
-                    mark = "o-" if len(points) < 0.5 * len(rows) or len(points) < 3 else "-"
+                    mark = "o" if len(points) < 0.5 * len(rows) or len(points) < 3 else ""
                     text = name.rpartition("/")[2]
                     text = text if len(runs) == 1 else f"{folder.name}: {text}"
-                    axis.plot(*zip(*points, strict=True), mark, label=text, markersize=3)
+                    look = {"color": f"C{index}", "linestyle": style, "marker": mark}
+                    axis.plot(*zip(*points, strict=True), **look, label=text, markersize=3)
         axis.set_title(title, fontsize=10)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
