@@ -103,13 +103,13 @@ class DeltaMatchLM(HFLM):
     def _create_model(self, *args, quantization_config=None, **kwargs) -> None:
         saved = isinstance(quantization_config, DeltaMatchConfig)
         if quantization_config is not None and not saved:
-            method = quantization_config.quant_method
+            kind = type(quantization_config).__name__
+            method = getattr(quantization_config, "quant_method", kind)
             self._stored = str(getattr(method, "value", method))
         plain = all(name in (None, "none") for name in self._wanted.values())
         if quantization_config is not None and not (saved or plain):
             raise ValueError(
-                f"hf-deltamatch: the checkpoint is quantised with "
-                f"{type(quantization_config).__name__}; FP8 arithmetic needs high-precision "
+                f"hf-deltamatch: the checkpoint is quantised with {kind}; FP8 arithmetic needs high-precision "
                 "weights. Evaluate it as it is with attention=none,linear=none, or dequantise it "
                 "first."
             )
