@@ -160,3 +160,9 @@ def test_folders_that_cannot_be_written(tmp_path) -> None:
         ):
             with alone_in(folder):
                 pass
+
+
+def test_flags_are_whole_words(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(Options, ["--out", "elsewhere"], "")
+    assert "--out" in capsys.readouterr().err

@@ -202,6 +202,7 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
     Exits with a message for what does not fit.
     """
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         usage="%(prog)s [-h] [--config FILE] [--OPTION VALUE ...]",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
