@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from test_hf_training import fp8_model
 from tiny_models import (
     NEWEST,
     batch,
@@ -20,19 +21,11 @@ from tiny_models import (
     grads_of,
     one_thread,  # noqa: F401
     rel_grads,
-    use,
 )
 from torch import Tensor, nn
 
 from hf_deltamatch import DeltaMatchConfig, swap_linears
 from hf_deltamatch.testing import rel_rms
-
-
-def fp8_model(family: str = "llama", *, linears: bool = True):
-    model = use(build(family)).train()
-    if linears:
-        swap_linears(model)
-    return model
 
 
 def one_step(model, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -120,47 +113,18 @@ def check_fsdp2_experts(rank: int, path: Path) -> dict[str, float]:
     return out
 
 
-def check_tp_experts(rank: int, path: Path) -> dict[str, float]:
-    """Mixtral over two processes by Transformers' own plan."""
+def tensor_parallel(path: Path, configs: dict[str, DeltaMatchConfig]) -> dict[str, float]:
+    """Loaded over two processes by Transformers' own plan: loss and gradients as on one."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     out, ids = {}, batch(2, 40)
-    for name, config in (("bf16", DeltaMatchConfig("bf16", None)), ("all", DeltaMatchConfig())):
-        whole = AutoModelForCausalLM.from_pretrained(
-            path / "mixtral", quantization_config=config
+    for name, config in configs.items():
+        load = lambda config=config, **kwargs: AutoModelForCausalLM.from_pretrained(
+            path, quantization_config=config, **kwargs
         ).train()
-        split = AutoModelForCausalLM.from_pretrained(
-            path / "mixtral",
-            quantization_config=config,
-            distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
-        ).train()
-        (loss, grads), (expected, expected_grads) = one_step(split, ids), one_step(whole, ids)
-        out[f"{name} loss"] = abs(loss - expected)
-        out[f"{name} grads"] = rel_grads(grads, expected_grads)
-        if name == "bf16":
-            exact = expected_grads
-    out["all error"] = rel_grads(grads, exact) / rel_grads(expected_grads, exact)
-    return out
-
-
-def check_tp(rank: int, path: Path) -> dict[str, float]:
-    """Loaded over two processes with tensor parallelism: loss and gradients as on one."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    out, ids = {}, batch(2, 40)
-    for name, config in (
-        ("bf16", DeltaMatchConfig("bf16", None)),
-        ("attention", DeltaMatchConfig(linear=None)),
-        ("all", DeltaMatchConfig()),
-    ):
-        whole = AutoModelForCausalLM.from_pretrained(path, quantization_config=config).train()
-        split = AutoModelForCausalLM.from_pretrained(
-            path,
-            quantization_config=config,
-            distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
-        ).train()
+        whole = load()
+        split = load(distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
         assert split.model.layers[0].self_attn.q_proj.weight.to_local().shape[0] == 32
         (loss, grads), (expected, expected_grads) = one_step(split, ids), one_step(whole, ids)
         out[f"{name} loss"] = abs(loss - expected)
@@ -170,6 +134,18 @@ def check_tp(rank: int, path: Path) -> dict[str, float]:
     # Blocks of a shard are not those of the whole: another rounding, as far from the exact one.
     out["all error"] = rel_grads(grads, exact) / rel_grads(expected_grads, exact)
     return out
+
+
+PLAIN, ALL = DeltaMatchConfig("bf16", None), DeltaMatchConfig()
+
+
+def check_tp(rank: int, path: Path) -> dict[str, float]:
+    configs = {"bf16": PLAIN, "attention": DeltaMatchConfig(linear=None), "all": ALL}
+    return tensor_parallel(path, configs)
+
+
+def check_tp_experts(rank: int, path: Path) -> dict[str, float]:
+    return tensor_parallel(path / "mixtral", {"bf16": PLAIN, "all": ALL})
 
 
 CHECKS = {

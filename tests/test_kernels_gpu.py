@@ -124,8 +124,7 @@ def test_hopper_kernels_agree_with_the_plain_ones(shape: Shape, mode: str, monke
         with monkeypatch.context() as patch:
             patch.setattr(attention_config, "HOPPER_HEADS", (64, 128))
             _, ours = through_kernels(call)
-            patch.setattr(attention_config, "has_hopper_dkdv", lambda *a: False)
-            patch.setattr(attention_config, "has_hopper_dq", lambda *a: False)
+            patch.setattr(attention_config, "has_hopper", lambda *a: False)
             _, plain = through_kernels(call)
         bound = 1e-5 if dtype == torch.float32 else 3e-3  # a rounding of BF16, here and there
         for field in ("dq", "dk", "dv", "dsinks"):

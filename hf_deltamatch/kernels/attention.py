@@ -184,7 +184,7 @@ def attention_bwd(
     hopper = x.tile and do8.dtype == k8.dtype
     # Triton 3.6 fails on a store inside the loops of those kernels under a compact mask.
     hopper = hopper and not (store_ds and x.mask_kind)
-    hopper_dq = hopper and config.has_hopper_dq(BD, BDV, x.device) and not row_sums
+    hopper_dq = hopper and config.has_hopper(BD, BDV, x.device) and not row_sums
 
     def rows_pass(is_delta: bool) -> None:
         if hopper_dq and (is_delta or mean_key is None):
@@ -216,7 +216,7 @@ def attention_bwd(
         rows_pass(True)
     rows_pass(False)
     key_bounds = x.bounds(by_key=True)
-    if hopper and config.has_hopper_dkdv(BD, BDV, x.device):
+    if hopper and config.has_hopper(BD, BDV, x.device):
         dkdv_hopper(
             x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
             None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,

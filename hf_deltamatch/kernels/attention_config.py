@@ -66,13 +66,8 @@ def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
     return Config(64, 64, 4, 2)
 
 
-def has_hopper_dq(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
-    """True where the Hopper kernel computes δ and dQ of ``128xD``, with the tiles of the other."""
-    return _is_square_on_hopper(BLOCK_D, BLOCK_DV, device)
-
-
-def has_hopper_dkdv(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
-    """True where the Hopper kernel computes dK and dV of ``128xD``, with the tiles of the other."""
+def has_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
+    """True where Hopper kernels compute the gradients of ``128xD``, with the tiles of the others."""
     return _is_square_on_hopper(BLOCK_D, BLOCK_DV, device)
 
 

@@ -40,8 +40,8 @@ from hf_deltamatch.kernels.hopper import (
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
-QUERIES = {64: 64, 128: 64}
-"""Queries of a tile by padded head dimension, as in ``attention_config.dkdv_configs``."""
+BLOCK_M = 64
+"""Queries of a tile, as in ``attention_config.dkdv_configs``."""
 TURNS = {64: "elements", 128: "none"}
 """What the two warpgroups do in turns (see ``hopper.py``), measured: D64 4.69 ms, none 5.00."""
 
@@ -351,17 +351,16 @@ def dkdv_hopper(
     q8, do8, qt, do_t = queries
     lse2, shifted = stats
     D = x.BLOCK_D
-    M = QUERIES[D]
     flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
     _attention_bwd_dkdv_hopper_kernel[(x.pack_k.slots, x.B * x.Hkv)](
-        rows_descriptor(q8, M, D), rows_descriptor(do8, M, D),
-        columns_descriptor(qt, D, M), columns_descriptor(do_t, D, M),
-        rows_descriptor(shifted, M, D),
+        rows_descriptor(q8, BLOCK_M, D), rows_descriptor(do8, BLOCK_M, D),
+        columns_descriptor(qt, D, BLOCK_M), columns_descriptor(do_t, D, BLOCK_M),
+        rows_descriptor(shifted, BLOCK_M, D),
         *(rows_descriptor(t, ROWS.value, D) for t in keys), dk, dv, lse2, *descales,
         do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
         x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
         x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
         *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
-        STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=M, STAGES=4,
+        STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=BLOCK_M, STAGES=4,
         TURNS=TURNS[D], num_warps=4, **flags,
     )  # fmt: skip

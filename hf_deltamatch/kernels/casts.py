@@ -10,6 +10,17 @@ import triton
 import triton.language as tl
 
 
+def _four_to(fmt: str) -> tl.constexpr:
+    """Assembly: four FP32 registers to the bytes of one, saturating."""
+    convert = f"cvt.rn.satfinite.{fmt}x2.f32"
+    return tl.constexpr(
+        f"{{.reg .b16 lo, hi; {convert} lo, $2, $1; {convert} hi, $4, $3; mov.b32 $0, {{lo, hi}};}}"
+    )
+
+
+FOUR_TO_E4M3, FOUR_TO_E5M2 = _four_to("e4m3"), _four_to("e5m2")
+
+
 @triton.jit
 def cast_e4m3(x, SOFT_CAST: tl.constexpr):
     """FP32 with ``|x| <= 448`` to E4M3; NaN stays NaN."""
@@ -45,13 +56,8 @@ def cast_fp8_words(x0, x1, x2, x3, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
             word = (word << 8) | byte.to(tl.int32)
         return word
     else:
-        FORMAT: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
         return tl.inline_asm_elementwise(
-            "{.reg .b16 lo, hi; cvt.rn.satfinite."
-            + FORMAT
-            + ".f32 lo, $2, $1; cvt.rn.satfinite."
-            + FORMAT
-            + ".f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
+            FOUR_TO_E5M2 if E5M2 else FOUR_TO_E4M3,
             "=r,f,f,f,f",
             [x0, x1, x2, x3],
             dtype=tl.int32,
@@ -66,13 +72,8 @@ def cast_fp8_packed(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
     if SOFT_CAST:
         return cast_fp8(x, E5M2, True)
     else:
-        FORMAT: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
         return tl.inline_asm_elementwise(
-            "{.reg .b16 lo, hi; cvt.rn.satfinite."
-            + FORMAT
-            + ".f32 lo, $2, $1; cvt.rn.satfinite."
-            + FORMAT
-            + ".f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
+            FOUR_TO_E5M2 if E5M2 else FOUR_TO_E4M3,
             "=r,f,f,f,f",
             [x],
             dtype=tl.float8e5 if E5M2 else tl.float8e4nv,

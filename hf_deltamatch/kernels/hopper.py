@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_deltamatch.kernels.casts import regroup_rows
+from hf_deltamatch.kernels.casts import FOUR_TO_E4M3, regroup_rows
 
 # Triton 3.6 calls it by its longer name.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -34,9 +34,7 @@ def to_operand(x, layout: gl.constexpr):
     x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
     # A plain cast packs byte by byte, with about 80 more instructions a tile.
     return gl.inline_asm_elementwise(
-        "{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi};}",
-        "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
+        FOUR_TO_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
     )  # fmt: skip
 
 

@@ -19,14 +19,13 @@ from hf_deltamatch.ops.attention_args import (
     refuse_transforms,
     require_tensors,
 )
-from hf_deltamatch.ops.backend import choose, refuse_unsupported
 from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.ops.linear import (
+    cast_and_choose,
     check_linear,
     gradients,
     linear_fwd,
     saved_shapes,
-    unsupported,
 )
 from hf_deltamatch.recipes import LinearRecipe
 
@@ -253,11 +252,7 @@ def fp8_experts_linear(
         None if bias is None else bias.detach()[0],
         autocast is not None,
     )
-    if autocast is not None:
-        x = x.to(autocast)
-    chosen = choose("linear", x.device, backend)
-    if chosen == "triton":
-        refuse_unsupported("linear", unsupported(recipe.encoded, x.device))
+    x, chosen = cast_and_choose(x, autocast, recipe, backend)
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
     return ExpertsFunction.apply(

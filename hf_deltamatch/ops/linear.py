@@ -241,11 +241,7 @@ def fp8_linear(
         require_tensors("fp8_linear", bias=bias)
     autocast = autocast_dtype(x)
     check_linear("fp8_linear", x, weight, bias, autocast is not None)
-    if autocast is not None:
-        x = x.to(autocast)
-    chosen = choose("linear", x.device, backend)
-    if chosen == "triton":
-        refuse_unsupported("linear", unsupported(recipe.encoded, x.device))
+    x, chosen = cast_and_choose(x, autocast, recipe, backend)
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
     output = LinearFunction.apply(
@@ -254,6 +250,22 @@ def fp8_linear(
     )  # fmt: skip
     # As nn.Linear does: the result is no view, which FSDP2 and in-place users would trip over.
     return torch.ops.aten._unsafe_view(output, [*x.shape[:-1], weight.shape[0]])
+
+
+def cast_and_choose(
+    x: Tensor, autocast: torch.dtype | None, recipe: LinearRecipe, backend: str | None
+) -> tuple[Tensor, str]:
+    """``x`` in autocast's dtype, where there is one, and the backend of a linear on its device.
+
+    Raises:
+        NotImplementedError: no kernel for the device, or not for this recipe there.
+    """
+    if autocast is not None:
+        x = x.to(autocast)
+    chosen = choose("linear", x.device, backend)
+    if chosen == "triton":
+        refuse_unsupported("linear", unsupported(recipe.encoded, x.device))
+    return x, chosen
 
 
 @torch.compiler.assume_constant_result
