@@ -187,10 +187,8 @@ def saved_by(recipe: str, **options) -> tuple[list[torch.Tensor], torch.Tensor, 
 )
 def test_delta_matching_attention_saves_little(options: dict) -> None:
     saved, o, leaves = saved_by("delta_matching", **options)
-    mine = {o.data_ptr(): "o"} | {
-        x.data_ptr(): name for name, x in options.items() if isinstance(x, torch.Tensor)
-    }
-    assert not {x.data_ptr() for x in leaves} & {t.data_ptr() for t in saved}
+    mine = {x.data_ptr(): name for name, x in options.items() if isinstance(x, torch.Tensor)}
+    assert not {x.data_ptr() for x in (o, *leaves)} & {t.data_ptr() for t in saved}
     rest = [t for t in saved if t.data_ptr() not in mine]
     assert {mine[t.data_ptr()] for t in saved if t.data_ptr() in mine} == set(mine.values())
     payloads = [t for t in rest if t.dtype == torch.float8_e4m3fn]
@@ -204,9 +202,17 @@ def test_delta_matching_attention_saves_little(options: dict) -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", ["stale_delta", "dequantized_delta"])
+def test_unmatched_rules_keep_the_output_itself(recipe: str) -> None:
+    saved, o, _ = saved_by(recipe, is_causal=True)
+    assert [t.data_ptr() for t in saved if t.shape == o.shape and t.dtype == o.dtype] == [
+        o.data_ptr()
+    ]
+
+
 def test_delta_matching_attention_saves_inputs_unquantised() -> None:
     saved, o, leaves = saved_by("bf16", is_causal=True)
-    kept = {x.data_ptr() for x in (o, *leaves)}
+    kept = {x.data_ptr() for x in leaves}
     assert kept <= {t.data_ptr() for t in saved}
     assert sum(t.numel() for t in saved if t.data_ptr() not in kept) == 4 * 130  # lse
 

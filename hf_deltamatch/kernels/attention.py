@@ -3,7 +3,8 @@
 Memory, per token and head at head_dim D (bytes; D padded to 16):
 
 * saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
-  per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse, and the op's own output;
+  per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse; under an unmatched δ
+  also the op's own output;
 * forward, temporary: D of transposed V;
 * backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
   dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.

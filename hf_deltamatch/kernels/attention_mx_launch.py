@@ -3,7 +3,8 @@
 Memory, per token and head at head_dim D (bytes; D padded to 16 for payloads and to a power of two
 for codes):
 
-* saved for the backward: 3·D of FP8 payload, 3·D / 32 of codes, 4 of lse, and the op's own output;
+* saved for the backward: 3·D of FP8 payload, 3·D / 32 of codes, 4 of lse; under an unmatched δ
+  also the op's own output;
 * forward, temporary: D + D / 32 of the re-encoded V;
 * backward, temporary: 4·(D + D / 32) (dO, and re-encoded Q, K, dO) and 16 of row statistics.
 """

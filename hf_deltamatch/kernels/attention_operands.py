@@ -90,7 +90,7 @@ def quantize_qkv(
 
 def quantize_do(
     do: Tensor,
-    o: Tensor,
+    o: Tensor | None,
     lse: Tensor,
     dlse: Tensor | None,
     delta: Tensor,
@@ -99,7 +99,7 @@ def quantize_do(
     """Quantise dO ``[B, Hq, Tq, Dv]`` (any strides).
 
     Under the two unmatched rules ``delta [B, Hq, Tq]`` is written too, from ``o``; under the matched
-    one it is left to the δ pass, as is ``shifted``.
+    one, which does not read ``o``, it is left to the δ pass, as is ``shifted``.
 
     Returns:
         Payload, descale, transposed copy, ``fold [B, Hq, Tq]`` (None where no kernel reads it),
@@ -112,16 +112,23 @@ def quantize_do(
     do_t = _columns_of(do8, pack.slots)
     fold = None if x.tile and dlse is None else torch.empty_like(lse)
     lse2, shifted = torch.empty(2, x.B, x.Hq, pack.slots * TOKENS_PER_TILE, device=lse.device)
-    matched = x.recipe.delta == "matched"
+    o, o_strides = output_of(o, x)
     given = _give_descales(do, dod, x.cuts[0], state, do8.dtype == torch.float8_e5m2, x.pow2)
     _quantize_do_kernel[(x.B * x.Hq * pack.slots,)](
         do, do8, dod, fold, do_t, state, x.hide(keys=False), pack.cu, x.pack_k.cu, pack.segment,
-        lse, lse2, None if matched else o, dlse, delta, shifted, x.Hq, x.Tq, x.Tk, pack.slots, x.Dv,
-        do8.shape[3], *do.stride(), *_state_strides(state, x.B, x.Hq, x.Tq), *o.stride(),
+        lse, lse2, o, dlse, delta, shifted, x.Hq, x.Tq, x.Tk, pack.slots, x.Dv,
+        do8.shape[3], *do.stride(), *_state_strides(state, x.B, x.Hq, x.Tq), *o_strides,
         TILE=x.tile, GIVEN=given, POW2=x.pow2, STALE=x.recipe.delta == "stale", BLOCK_DV=x.BLOCK_DV,
         SOFT_CAST=SOFT_CAST, num_warps=_warps(x.BLOCK_DV), maxnreg=_registers(x.BLOCK_DV),
     )  # fmt: skip
     return do8, dod, do_t, fold, lse2, shifted
+
+
+def output_of(o: Tensor | None, x: Problem) -> tuple[Tensor | None, tuple[int, ...]]:
+    """What δ is computed from under an unmatched rule, and its strides."""
+    if x.recipe.delta == "matched":
+        return None, (0,) * 4
+    return o, o.stride()
 
 
 def transpose_qk(

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.formats import MX_BLOCK, TOKENS_PER_TILE
-from hf_deltamatch.kernels.attention_operands import _columns_of, _state_strides, _warps
+from hf_deltamatch.kernels.attention_operands import (
+    _columns_of,
+    _state_strides,
+    _warps,
+    output_of,
+)
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.launch import SOFT_CAST, Packing
 from hf_deltamatch.kernels.quantize_mx import (
@@ -61,7 +66,7 @@ def quantize_mx(
 
 
 def quantize_do_mx(
-    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, x: Problem
+    do: Tensor, o: Tensor | None, lse: Tensor, dlse: Tensor | None, delta: Tensor, x: Problem
 ) -> tuple[Tensor, Tensor, Copy, Tensor, Tensor]:
     """Quantise dO ``[B, Hq, Tq, Dv]``; arguments as ``attention_operands.quantize_do``.
 
@@ -72,11 +77,12 @@ def quantize_do_mx(
     pack, state = x.pack_q, x.facts.do_state
     copy = _empty_copy(do8, codes, pack.slots, True)
     lse2, shifted = torch.empty(2, x.B, x.Hq, pack.slots * TOKENS_PER_TILE, device=lse.device)
+    o, o_strides = output_of(o, x)
     _quantize_do_mx_kernel[(x.B * x.Hq * pack.slots,)](
         do, do8, codes, copy.payload, copy.codes, copy.fold, state, x.hide(keys=False), pack.cu,
-        x.pack_k.cu, pack.segment, lse, lse2, None if x.recipe.delta == "matched" else o, dlse, delta,
-        shifted, x.Hq, x.Tq, x.Tk, pack.slots, x.Dv, do8.shape[3], *do.stride(),
-        *_state_strides(state, x.B, x.Hq, x.Tq), *o.stride(), STALE=x.recipe.delta == "stale",
+        x.pack_k.cu, pack.segment, lse, lse2, o, dlse, delta, shifted,
+        x.Hq, x.Tq, x.Tk, pack.slots, x.Dv, do8.shape[3], *do.stride(),
+        *_state_strides(state, x.B, x.Hq, x.Tq), *o_strides, STALE=x.recipe.delta == "stale",
         BLOCK_DV=x.BLOCK_DV, SOFT_CAST=SOFT_CAST, num_warps=_warps(x.BLOCK_DV),
     )  # fmt: skip
     return do8, codes, copy, lse2, shifted

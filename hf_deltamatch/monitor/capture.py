@@ -22,9 +22,10 @@ class Slice:
     """One head of an attention call over ``n`` tokens that see nothing outside of them."""
 
     q: Tensor
-    """``[n, D]``, as ``k``; ``v`` is ``[n, Dv]``: what the op was given."""
+    """``[n, D]``, as ``k``; ``v`` is ``[n, Dv]``: what the op was given, and ``o`` what it returned."""
     k: Tensor
     v: Tensor
+    o: Tensor
     mask: Tensor | None
     """``[1, 3, 1, n]`` int32 or ``[1, 1, 1 or n, 1 or n]`` bool."""
     sink: Tensor | None
@@ -35,8 +36,7 @@ class Slice:
     recipe: AttentionRecipe
     where: tuple[int, int, slice]
     do: Tensor | None = None
-    """``[n, Dv]``, as ``o``; ``lse``, ``delta`` and ``dlse`` are ``[n]``, ``dq`` is ``[n, D]``."""
-    o: Tensor | None = None
+    """``[n, Dv]``; ``lse``, ``delta`` and ``dlse`` are ``[n]``, ``dq`` is ``[n, D]``."""
     lse: Tensor | None = None
     dlse: Tensor | None = None
     dq: Tensor | None = None
@@ -62,15 +62,15 @@ class Capture(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is attention_fwd:
-            self._open[out[1].data_ptr()] = self._forward(*args)
+            self._open[out[1].data_ptr()] = self._forward(args, out[0])
         elif func is attention_bwd:
             self.done.append(self._backward(args, out))
         return out
 
-    def _forward(
-        self, q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, recipe,
-        backend,
-    ) -> Slice | None:  # fmt: skip
+    def _forward(self, args, o: Tensor) -> Slice | None:
+        (
+            q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, recipe, _,
+        ) = args  # fmt: skip
         B, H, T, _ = q.shape
         span = self._span(T, k.shape[2], mask, cu_q, cu_k, is_causal)
         if span is None:
@@ -82,6 +82,7 @@ class Capture(TorchDispatchMode):
             q=take(q, h),
             k=take(k, kv),
             v=take(v, kv),
+            o=take(o, h),
             mask=None if mask is None else _cut_mask(mask, b, h, span),
             sink=None if sinks is None else sinks[h].detach().clone(),
             is_causal=is_causal,
@@ -113,12 +114,12 @@ class Capture(TorchDispatchMode):
         return slice(first, first + n) if n else None
 
     def _backward(self, args, out) -> Slice | None:
-        do, dlse, o, lse = args[:4]
+        do, dlse, _, lse = args[:4]
         found = self._open.pop(lse.data_ptr(), None)
         if found is None:
             return None
         take = lambda x: None if x is None else x[found.where].detach().clone()
-        found.do, found.o, found.lse, found.dlse = take(do), take(o), take(lse), take(dlse)
+        found.do, found.lse, found.dlse = take(do), take(lse), take(dlse)
         found.dq, found.delta = take(out[0]), take(out[4])
         return found
 

@@ -1,8 +1,9 @@
 """Public FP8 attention: validation, autocast, autograd.
 
 What is saved for the backward, per token and head at head_dim D with the default recipe: 3·D bytes
-of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, 4 bytes of lse, and the op's own output
-(which the model keeps anyway, no copy). The high-precision inputs are not kept.
+of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, and 4 bytes of lse. The matched δ does not
+read the output, so it is not kept; the two rules that do keep the op's own, without a copy. The
+high-precision inputs are not kept.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, quantize,
-        recipe, backend, with_lse,
+        recipe, backend, with_lse, keep_output,
     ):  # fmt: skip
         o, lse, q8, qd, k8, kd, v8, vd = attention_fwd(
             q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, recipe,
             backend,
         )  # fmt: skip
         qkv = (q8, k8, v8) if quantize else (q, k, v)
-        ctx.save_for_backward(o, lse, *qkv, qd, kd, vd, mask, sinks, cu_q, cu_k)
+        ctx.save_for_backward(
+            o if keep_output else None, lse, *qkv, qd, kd, vd, mask, sinks, cu_q, cu_k
+        )
         ctx.options = (is_causal, window, softmax_scale, softcap, recipe, backend)
         return (o, lse) if with_lse else o
 
@@ -53,7 +56,7 @@ class AttentionFunction(torch.autograd.Function):
             do, dlse, o, lse, q, qd, k, kd, v, vd, mask, sinks, cu_q, cu_k, *ctx.options
         )
         dsinks = dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None
-        return dq, dk, dv, None, dsinks, *(None,) * 10
+        return dq, dk, dv, None, dsinks, *(None,) * 11
 
 
 def delta_matching_attention(
@@ -133,5 +136,5 @@ def delta_matching_attention(
     chosen = choose("attention", q.device, backend)
     return AttentionFunction.apply(
         q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
-        recipe.quantize, recipe.encoded, chosen, bool(return_lse),
+        recipe.quantize, recipe.encoded, chosen, bool(return_lse), recipe.delta != "matched",
     )  # fmt: skip

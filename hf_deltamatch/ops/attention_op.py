@@ -98,7 +98,7 @@ def _(
 def attention_bwd(
     do: Tensor,
     dlse: Tensor | None,
-    o: Tensor,
+    o: Tensor | None,
     lse: Tensor,
     q: Tensor,
     q_descale: Tensor,
@@ -118,7 +118,7 @@ def attention_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns ``dq, dk, dv, dsinks, delta``. ``q, k, v`` are the FP8 payloads of the forward, or the
-    inputs themselves for a recipe with ``quantize=False``."""
+    inputs themselves for a recipe with ``quantize=False``. The matched δ does not read ``o``."""
     observe.CALLS["attention_bwd"] += 1
     decoded = AttentionRecipe.decode(recipe)
     collector = observe.DsCollector()

@@ -38,11 +38,12 @@ class AttentionForward(NamedTuple):
     """Output and what the backward needs.
 
     ``o [B, Hq, Tq, Dv]`` in the dtype of q, stored as ``BTHD``; ``lse [B, Hq, Tq]`` natural log,
-    −inf where a query sees no key; payloads and descales as in
+    −inf where a query sees no key (the backward reads ``o`` under an unmatched δ alone, else it may be
+    None); payloads and descales as in
     :func:`hf_deltamatch.reference.operands.quantize_operand` (empty without quantisation).
     """
 
-    o: Tensor
+    o: Tensor | None
     lse: Tensor
     q_fp8: Tensor
     q_descale: Tensor
