@@ -256,10 +256,14 @@ def test_linear_opcheck(recipe: LinearRecipe, monkeypatch: pytest.MonkeyPatch) -
     options = (recipe.encoded, "triton")
     for save in (True, False):
         torch.library.opcheck(ops.linear_fwd, (x, weight, b, save, *options))
+        torch.library.opcheck(ops.linear_quantize, (x, save, recipe.encoded))
     _, payload, descale = ops.linear_fwd(x, weight, b, True, *options)
+    rows = ops.linear_quantize(x, False, recipe.encoded)[:2]
     torch.library.opcheck(ops.linear_bwd_input, (dy, weight, *options))
     # Not test_schema: it compares FP8 inputs before and after with a product they do not have here.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    quantized = (*rows, weight, b, len(x), x.dtype, recipe.encoded)
+    torch.library.opcheck(ops.linear_fwd_quantized, quantized, test_utils=tests)
     saved = (payload, descale, 40, torch.float32, *options)
     torch.library.opcheck(ops.linear_bwd_weight, (dy, *saved), test_utils=tests)
     saved = (dy, weight, payload, descale, torch.float32, *options)
@@ -279,6 +283,44 @@ def test_compile_and_checkpoint(recipe: LinearRecipe) -> None:
     for other in (compiled, recompute):
         for name, value in run(other, *args).items():
             assert_bitwise_equal(value, expected[name], name)
+
+
+@cpu_only
+def test_compiled_linears_of_one_input_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As q, k and v of attention do; and one FP8 copy of it is kept."""
+    torch._dynamo.reset()
+    quantized = []
+    quantize = kernels.quantize
+
+    def counted(x: Tensor, recipe: LinearRecipe, what: str, **sides: bool):
+        quantized.append(what)
+        return quantize(x, recipe, what, **sides)
+
+    monkeypatch.setattr(kernels, "quantize", counted)
+    through_kernels = through("triton", LinearRecipe())
+    x, *weights = (
+        torch.randn(n, 128, dtype=torch.bfloat16, requires_grad=True) for n in (130,) * 4
+    )
+    fn = lambda: [through_kernels(x, w, None) for w in weights]
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager_decomp_partition")
+    found = {}
+    for name, run_it in (("eager", fn), ("compiled", compiled)):
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t
+        ):
+            outputs = run_it()
+        fp8 = sum(kept.values()) - sum(w.nbytes for w in weights)
+        counts = Counter(quantized)
+        quantized.clear()
+        grads = torch.autograd.grad([y.float().square().sum() for y in outputs], (x, *weights))
+        found[name] = counts, fp8, (*outputs, *grads)
+        quantized.clear()
+    assert found["eager"][0] == {"x": 3, "weight": 3}
+    assert found["compiled"][0] == {"x": 1, "weight": 3}
+    assert found["compiled"][1] * 3 == found["eager"][1]
+    for a, b in zip(found["compiled"][2], found["eager"][2], strict=True):
+        assert_bitwise_equal(a, b)
 
 
 def test_unsupported_linear(monkeypatch: pytest.MonkeyPatch) -> None:

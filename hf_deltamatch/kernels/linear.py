@@ -57,8 +57,14 @@ def linear_fwd(
     """``x [tokens, in]``, ``weight [out, in]``, ``bias [out]`` to ``[tokens, out]`` in the dtype of
     x; with ``save_input`` also x as :func:`linear_bwd` reads it."""
     rows, columns = quantize(x, recipe, "x", rows=True, columns=save_input)
-    w, _ = quantize(weight, recipe, "weight", rows=True)
-    return gemm(rows, w, x.dtype, bias), columns
+    return linear_fwd_quantized(rows, weight, bias, x.dtype, recipe), columns
+
+
+def linear_fwd_quantized(
+    x: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, recipe: LinearRecipe
+) -> Tensor:
+    """:func:`linear_fwd` of an input that is quantised already, ``[tokens, out]`` in ``dtype``."""
+    return gemm(x, quantize(weight, recipe, "weight", rows=True)[0], dtype, bias)
 
 
 def linear_bwd(
@@ -77,6 +83,19 @@ def linear_bwd(
     if x is not None:
         dw = gemm(columns, x, dtype)
     return dx, dw
+
+
+def input_shapes(tokens: int, n_in: int, recipe: LinearRecipe) -> tuple[tuple, tuple]:
+    """Shapes of payload and descale of the input as the forward's GEMM reads it."""
+    block = _BLOCKS[recipe.scaling][0]
+    return payload_shape(tokens, n_in), descale_shape(block, tokens, n_in)
+
+
+def input_operand(
+    payload: Tensor, descale: Tensor, tokens: int, n_in: int, recipe: LinearRecipe
+) -> Operand:
+    """The operand of those, from its tensors."""
+    return Operand(payload, descale, _BLOCKS[recipe.scaling][0], tokens, n_in)
 
 
 def saved_shapes(tokens: int, n_in: int, recipe: LinearRecipe) -> tuple[tuple, tuple]:

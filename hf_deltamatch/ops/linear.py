@@ -71,6 +71,55 @@ def saved_shapes(tokens: int, n_in: int, recipe: str, backend: str) -> tuple[tup
 
 
 @define_op
+def linear_quantize(
+    x: Tensor, save_input: bool, recipe: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Payload and descale of ``x [tokens, in]`` as the forward reads it and, with ``save_input``, as
+    grad_weight does (else two empty tensors); for kernels only. Apart from the product, so that
+    torch.compile makes one of the equal calls of linears that share their input."""
+    with no_autocast(x.device):
+        rows, columns = _kernels().quantize(
+            x, LinearRecipe.decode(recipe), "x", rows=True, columns=save_input
+        )
+    saved = (x.new_empty(0), x.new_empty(0)) if columns is None else columns[:2]
+    return *rows[:2], *saved
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_quantize")
+def _(x, save_input, recipe):
+    shapes = _kernels().input_shapes(*x.shape, LinearRecipe.decode(recipe))
+    saved = saved_shapes(*x.shape, recipe, "triton") if save_input else None
+    empty = lambda shape, dtype: x.new_empty(shape, dtype=dtype)
+    made = [empty(s, t) for s, t in zip(shapes, (torch.float8_e4m3fn, torch.float32), strict=True)]
+    if saved is None:
+        return *made, x.new_empty(0), x.new_empty(0)
+    return *made, empty(saved[0], torch.float8_e4m3fn), empty(saved[1], torch.float32)
+
+
+@define_op
+def linear_fwd_quantized(
+    x_fp8: Tensor,
+    x_descale: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    dtype: torch.dtype,
+    recipe: str,
+) -> Tensor:
+    """``output [tokens, out]`` in ``dtype`` from what :func:`linear_quantize` returned first."""
+    observe.CALLS["linear_fwd"] += 1
+    decoded, k = LinearRecipe.decode(recipe), _kernels()
+    with no_autocast(weight.device):
+        rows = k.input_operand(x_fp8, x_descale, tokens, weight.shape[1], decoded)
+        return k.linear_fwd_quantized(rows, weight, bias, dtype, decoded)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_fwd_quantized")
+def _(x_fp8, x_descale, weight, bias, tokens, dtype, recipe):
+    return weight.new_empty(tokens, weight.shape[0], dtype=dtype)
+
+
+@define_op
 def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> Tensor:
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     observe.CALLS["linear_bwd_input"] += 1
@@ -181,9 +230,12 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, save_input, hp, recipe, backend):
-        output, x_fp8, x_descale = linear_fwd(
-            x, weight, bias, save_input and not hp, recipe, backend
-        )
+        save_fp8 = save_input and not hp
+        if backend == "triton" and torch.compiler.is_compiling():
+            *rows, x_fp8, x_descale = linear_quantize(x, save_fp8, recipe)
+            output = linear_fwd_quantized(*rows, weight, bias, x.shape[0], x.dtype, recipe)
+        else:
+            output, x_fp8, x_descale = linear_fwd(x, weight, bias, save_fp8, recipe, backend)
         if save_input and hp:
             ctx.save_for_backward(weight, x)
         else:
