@@ -14,7 +14,7 @@ from hf_deltamatch import cli, kernels
 from hf_deltamatch.benchmarks import process, step, step_arm, tables, timing, verify
 from hf_deltamatch.benchmarks.step_arm import Size
 
-TINY = Size(2, 256, 24)
+TINY = Size(2, 256, 24, 2)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_size_counts_what_the_model_has(small_vocabulary) -> None:
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     pairs = 24 * 24 / 2
     heads = model.config.num_attention_heads * model.config.head_dim
-    assert TINY.flops == 6 * matrices * 24 + 3 * TINY.layers * 4 * heads * pairs
+    assert TINY.flops == 2 * (6 * matrices * 24 + 3 * TINY.layers * 4 * heads * pairs)
 
 
 def test_the_default_is_between_1_2_and_1_7_billion_parameters() -> None:
@@ -45,16 +45,18 @@ def test_arms_learn_the_same(weights: str, small_vocabulary) -> None:
     rows = {
         arm: step_arm.run_arm(arm, list(TINY), weights, None, "cpu") for arm in step.DEFAULT_ARMS
     }
-    assert rows["fp8"]["swapped"] == 14 and "swapped" not in rows["bf16"]
+    assert rows["fp8"]["swapped"] == 14 and rows["bf16"]["swapped"] == 0
     assert rows["bf16"]["sdpa"] == "cpu" and "sdpa" not in rows["fp8"]
     for row in rows.values():
         assert row["parameters"] == TINY.parameters
         assert abs(row["losses"][0] - math.log(64)) < 0.2
         assert row["losses"] == sorted(row["losses"], reverse=True)
-        assert len(row["grad_norms"]) == 2 + 1 + 9 * 2
+        assert len(row["first"]["grad_norms"]) == 2 + 1 + 9 * 2
     assert rows["fp8"]["losses"] != rows["bf16"]["losses"]
-    off = step.differences(rows["fp8"], rows["bf16"])
-    step.agree(off, rows["fp8"]["losses"])
+    off = step.differences(rows["fp8"]["first"], rows["bf16"]["first"])
+    same = step.differences(rows["fp8"]["kernels"], rows["fp8"]["reference"])
+    step.agree(off, same, rows["fp8"]["losses"])
+    assert same["gradients"] == 0  # a CPU has the reference alone
     assert 0 < off["loss"] < step.MAX_LOSS_DIFFERENCE
     assert off["grad_norms"] > 1e-3 and off["gradients"] > off["gradients_median"] > 0.01
 
@@ -63,42 +65,64 @@ def test_arms_learn_the_same(weights: str, small_vocabulary) -> None:
 def test_a_layer_is_compiled_once_for_all(small_vocabulary) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    row = step_arm.run_arm("fp8", [5, 256, 24], "bf16", "aot_eager", "cpu")
+    row = step_arm.run_arm("fp8", [5, 256, 24, 1], "bf16", "aot_eager", "cpu")
     assert (row["graphs"], row["graph_breaks"]) == (2, 0)  # a layer, and the loss
 
 
 def _found(ms: float, gib: float, **changes) -> dict:
-    found = {
-        "step_ms": ms, "peak_GiB": gib, "losses": [6.0, 5.0], "grad_norms": {"a": 1.0, "b": 2.0},
-        "gradients": {"a": [1.0, 0.0], "b": [1.0, -1.0]}, "graphs": 2, "graph_breaks": 0, "process_s": 30.0,
+    first = {
+        "loss": 6.0, "grad_norms": {"a": 1.0, "b": 2.0},
+        "gradients": {"a": [1.0, 0.0], "b": [1.0, -1.0]},
     }  # fmt: skip
+    found = {
+        "step_ms": ms, "peak_GiB": gib, "losses": [6.0, 5.0], "first": first, "kernels": first,
+        "reference": first, "graphs": 2, "graph_breaks": 0, "process_s": 30.0,
+    }  # fmt: skip
+    for name in ("first", "kernels"):
+        found[name] = found[name] | changes.pop(name, {})
     return found | changes
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": [6.12, 5.0]}, "first loss is 0.02"),
-        ({"losses": [math.nan, 5.0]}, "first loss is nan"),
+        ({"first": {"loss": 6.12}}, "first loss is 0.02 away from that of BF16"),
+        ({"kernels": {"loss": 6.12}}, "first loss is 0.02 away from that of the reference"),
+        ({"first": {"loss": math.nan}}, "first loss is nan"),
         ({"losses": [6.0, math.nan]}, "do not fall"),
         ({"losses": [6.0, 6.5]}, "do not fall"),
-        ({"gradients": {"a": [1.0, 0.0], "b": [-1.0, 1.0]}}, "gradient of b is 2 away"),
-        ({"gradients": {"a": [1.0, math.nan], "b": [1.0, -1.0]}}, "gradient of a is nan"),
-        ({"grad_norms": {"a": 1.0, "b": 3.0}}, "gradient of b has a norm 0.5 away"),
-        ({"grad_norms": {"a": math.nan, "b": 2.0}}, "gradient of a"),
-        ({"grad_norms": {"a": 1.0}}, "other parameters"),
+        (
+            {"kernels": {"gradients": {"a": [1.0, 0.0], "b": [-1.0, 1.0]}}},
+            "gradient of b is 2 away",
+        ),
+        (
+            {"kernels": {"gradients": {"a": [0.8, 0.0], "b": [1.0, -0.8]}}},
+            "median of first gradients is 0.17",
+        ),
+        (
+            {"kernels": {"gradients": {"a": [1.0, math.nan], "b": [1.0, -1.0]}}},
+            "gradient of a is nan",
+        ),
+        ({"first": {"grad_norms": {"a": 1.0, "b": 3.0}}}, "gradient of b has a norm 0.5 away"),
+        ({"kernels": {"grad_norms": {"a": 1.0, "b": 3.0}}}, "gradient of b has a norm 0.5 away"),
+        ({"first": {"grad_norms": {"a": math.nan, "b": 2.0}}}, "gradient of a"),
+        ({"first": {"grad_norms": {"a": 1.0}}}, "other parameters"),
     ],
 )
 def test_what_does_not_agree(changes: dict, words: str) -> None:
     with pytest.raises(verify.WrongNumbers, match=words):
         found = _found(1.0, 1.0, **changes)
-        step.agree(step.differences(found, _found(1.0, 1.0)), found["losses"])
+        step.agree(
+            step.differences(found["first"], _found(1.0, 1.0)["first"]),
+            step.differences(found["kernels"], found["reference"]),
+            found["losses"],
+        )
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
     """A device with answers instead of processes."""
-    answers = {"bf16": _found(200.0, 20.0), "fp8": _found(100.0, 12.0, losses=[6.003, 5.0])}
+    answers = {"bf16": _found(200.0, 20.0), "fp8": _found(100.0, 12.0, first={"loss": 6.003})}
     asked = []
 
     def run(function, request, timeout):
@@ -118,23 +142,24 @@ def test_command(machine, tmp_path, capsys) -> None:
     answers, asked = machine
     path = tmp_path / "step.json"
     arguments = ["bench", "step", "--json", str(path), "--layers", "2", "--hidden", "256"]
-    assert cli.main([*arguments, "--tokens", "64", "--weights", "fp32"]) == 0
+    assert cli.main([*arguments, "--tokens", "64", "--batch", "3", "--weights", "fp32"]) == 0
     out = capsys.readouterr().out
-    assert "2 layers, hidden 256, 64 tokens" in out and "in fp32" in out
+    assert "2 layers, hidden 256, 3 x 64 tokens" in out and "in fp32" in out
     assert [r["arm"] for r in asked] == ["bf16", "fp8"]
-    assert all(r["size"] == [2, 256, 64] and r["weights"] == "fp32" for r in asked)
+    assert all(r["size"] == [2, 256, 64, 3] and r["weights"] == "fp32" for r in asked)
     result = json.loads(path.read_text())
     rows = result["shapes"][0]["rows"]
-    size = Size(2, 256, 64)
-    assert rows["fp8"]["tokens_per_s"] == pytest.approx(640)
+    size = Size(2, 256, 64, 3)
+    assert rows["fp8"]["tokens_per_s"] == pytest.approx(1920)
     assert rows["fp8"]["mfu"] == pytest.approx(size.flops / 0.1 / 989e12)
     assert rows["fp8"]["share_of_bf16_matmul"] == pytest.approx(size.flops / 0.1 / 700e12)
     assert (rows["fp8"]["speedup"], rows["fp8"]["memory"]) == (2.0, 0.6)
     assert rows["fp8"]["difference"]["loss"] == pytest.approx(0.003 / 6.0)
-    assert not {"grad_norms", "gradients"} & set(rows["fp8"])
+    assert not {"first", "kernels", "reference"} & set(rows["fp8"])
+    assert rows["fp8"]["from_reference"]["gradients"] == 0
     assert result["environment"]["packages"]["torch"]
 
-    answers["fp8"] = _found(100.0, 12.0, losses=[6.5, 5.5])
+    answers["fp8"] = _found(100.0, 12.0, first={"loss": 6.5})
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert "fp8: the first loss is" in captured.err and "not timed" in captured.out
@@ -166,7 +191,13 @@ def test_unknown_devices_have_no_data_sheet() -> None:
 
 @pytest.mark.gpu
 def test_arms_on_a_device(small_vocabulary) -> None:
-    rows = {a: step_arm.run_arm(a, [2, 256, 512], "bf16", None) for a in step.DEFAULT_ARMS}
-    step.agree(step.differences(rows["fp8"], rows["bf16"]), rows["fp8"]["losses"])
+    rows = {a: step_arm.run_arm(a, [2, 256, 512, 1], "bf16", None) for a in step.DEFAULT_ARMS}
+    fp8 = rows["fp8"]
+    step.agree(
+        step.differences(fp8["first"], rows["bf16"]["first"]),
+        step.differences(fp8["kernels"], fp8["reference"]),
+        fp8["losses"],
+    )
+    assert all("recorded_ms" in row for row in rows.values())
     assert rows["fp8"]["peak_GiB"] > 0 and rows["bf16"]["sdpa"]
     assert tables.format_rows("", {"bf16": rows["bf16"]}, step.COLUMNS)

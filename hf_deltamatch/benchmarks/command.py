@@ -49,7 +49,8 @@ def add_parser(commands) -> None:
     for flag, default, what in (
         ("--layers", 20, "layers"),
         ("--hidden", 2048, "width; a multiple of 256, the feed-forward has four of it"),
-        ("--tokens", 8192, "tokens of the one sequence"),
+        ("--tokens", 8192, "tokens of a sequence"),
+        ("--batch", 4, "sequences in a step"),
     ):
         step.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
@@ -115,7 +116,7 @@ def _linear(args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
 def _step(args: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
     from hf_deltamatch.benchmarks import step
 
-    size = step.Size(args.layers, args.hidden, args.tokens)
+    size = step.Size(args.layers, args.hidden, args.tokens, args.batch)
     return step.bench_step(size, args.arm, args.weights, **report)
 
 

@@ -20,16 +20,16 @@ BASELINE = "bf16"
 DEFAULT_ARMS = (BASELINE, "fp8")
 ARM_S = 240.0
 MAX_LOSS_DIFFERENCE = 5e-3
-"""Relative, of the first loss: the same weights and tokens. (After a step of Adam they are others: its
-first step is the gradient's sign, so that rounding turns small elements around.)"""
-MAX_GRADIENT_DIFFERENCE = 0.7
-MEDIAN_GRADIENT_DIFFERENCE = 0.3
-"""Relative, of the first gradient of a parameter, at 512 of its elements. What is unrelated is 1.4 away
-and nothing is 1. The reference, 20 layers of 256 and 512 tokens on a CPU: 0.46 at most, 0.16 in the
-median; FP8 attention alone 0.12 and 0.06, FP32 instead of BF16 0.03."""
+"""Relative, of the first loss, to the BF16 arm and to the reference."""
 MAX_NORM_DIFFERENCE = 0.2
-"""Relative, of the norm of every parameter's first gradient. Rounding of FP8 that is independent of
-the gradient adds the square of its share: 0.1 of error is 0.005 of norm."""
+"""Relative, of the norm of every parameter's first gradient, to the BF16 arm. Rounding of FP8 that is
+independent of the gradient adds the square of its share: 0.1 of error is 0.005 of norm."""
+MAX_GRADIENT_DIFFERENCE = 0.3
+MEDIAN_GRADIENT_DIFFERENCE = 0.15
+"""Relative, of the first gradient of a parameter at 512 of its elements, to the same arm through the
+reference. Not to the BF16 arm: before training the tokens of a long sequence are nearly one in the
+residual stream (attention returns the mean of the values), and any rounding to FP8 is large beside
+what tells them apart. What is unrelated is 1.4 away, and nothing is 1."""
 NOMINAL_BF16 = {"H200": 989.0, "H100 80GB": 989.0, "B200": 2250.0, "A100": 312.0}
 """Dense BF16 TFLOP/s in the data sheets of the SXM modules, by a part of the device's name."""
 
@@ -45,8 +45,9 @@ METHOD = {
     "recomputed) over the data sheet's dense BF16 rate",
     "share_of_bf16_matmul": "the same over the rate of an 8192³ product in this run",
     "peak_GiB": "largest allocation of the timed steps; between_steps_GiB is there before a step",
-    "checked": "the first loss, and norm and 512 elements of all first gradients, against the BF16 "
-    "arm; the losses of the next steps fall",
+    "checked": "the first loss and the norms of all first gradients against the BF16 arm; loss, norms "
+    "and 512 elements of all first gradients of one sequence, not compiled, against the reference; the "
+    "losses of the next steps fall",
 }
 
 
@@ -61,7 +62,7 @@ def bench_step(
     """Time the arms, BF16 first.
 
     Args:
-        size: default 20 layers, hidden 2048, 8192 tokens: 1.4 billion parameters.
+        size: default 20 layers, hidden 2048, 4 sequences of 8192 tokens: 1.4 billion parameters.
         arms: names of ``step_arm.ARMS``; default BF16 and all of ours.
         weights: ``bf16`` or ``fp32``.
 
@@ -108,12 +109,14 @@ def bench_step(
                 expected = found
             elif expected is None:
                 raise WrongNumbers("nothing to compare with: the BF16 arm failed")
-            row["difference"] = differences(found, expected)
-            agree(row["difference"], found["losses"])
+            row["difference"] = off = differences(found["first"], expected["first"])
+            if arm != BASELINE:
+                row["from_reference"] = differences(found["kernels"], found["reference"])
+            agree(off, row.get("from_reference"), found["losses"])
         except Exception as error:
             row["failed"] = tables.reason(error)
         else:
-            row |= {k: v for k, v in found.items() if k not in ("grad_norms", "gradients")}
+            row |= {k: v for k, v in found.items() if k not in ("first", "kernels", "reference")}
             add_rates(row, rows[BASELINE], size, result)
         keep(result)
     progress(tables.format_rows(name, rows, COLUMNS))
@@ -128,47 +131,57 @@ def nominal_bf16(device: str) -> float | None:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Relative, of the first loss and, by parameter, of the first gradient's norm and sample: the
-    largest with its name, and of the samples the median too.
+    """Relative, of the loss and, by parameter, of the gradient's norm and sample: the largest with its
+    name, and of the samples the median too.
 
     Raises:
         WrongNumbers: other parameters have gradients.
     """
     if found["grad_norms"].keys() != expected["grad_norms"].keys():
-        raise WrongNumbers("other parameters have gradients than in the BF16 arm")
+        raise WrongNumbers("other parameters have gradients than where it is compared")
     relative = lambda a, b: abs(a - b) / abs(b) if a != b else 0.0
     norms = {n: relative(a, expected["grad_norms"][n]) for n, a in found["grad_norms"].items()}
     samples = {n: _distance(a, expected["gradients"][n]) for n, a in found["gradients"].items()}
     largest = lambda of: max(of.items(), key=lambda x: (math.isnan(x[1]), x[1]))
     (norm_of, norm), (sample_of, sample) = largest(norms), largest(samples)
     return {
-        "loss": relative(found["losses"][0], expected["losses"][0]),
+        "loss": relative(found["loss"], expected["loss"]),
         "grad_norms": norm, "grad_norms_at": norm_of, "gradients": sample,
         "gradients_at": sample_of, "gradients_median": statistics.median(samples.values()),
     }  # fmt: skip
 
 
-def agree(off: dict[str, Any], losses: list[float]) -> None:
+def agree(off: dict[str, Any], reference: dict[str, Any] | None, losses: list[float]) -> None:
     """
+    Args:
+        off: differences from the BF16 arm.
+        reference: from the reference; None for the BF16 arm itself.
+
     Raises:
         WrongNumbers: a difference is above its bound, or NaN, or the losses do not fall.
     """
-    if not off["grad_norms"] <= MAX_NORM_DIFFERENCE:
-        raise WrongNumbers(
-            f"the first gradient of {off['grad_norms_at']} has a norm {off['grad_norms']:.3g} away "
-            f"from that of BF16; allowed is {MAX_NORM_DIFFERENCE}"
-        )
-    for what, value, allowed in (
-        (f"the first gradient of {off['gradients_at']}", off["gradients"], MAX_GRADIENT_DIFFERENCE),
-        ("the median of first gradients", off["gradients_median"], MEDIAN_GRADIENT_DIFFERENCE),
-        ("the first loss", off["loss"], MAX_LOSS_DIFFERENCE),
-    ):
-        if not value <= allowed:
+    for other, found in (("BF16", off), ("the reference", reference)):
+        if found is None:
+            continue
+        if not found["grad_norms"] <= MAX_NORM_DIFFERENCE:
             raise WrongNumbers(
-                f"{what} is {value:.3g} away from that of BF16; allowed is {allowed}"
+                f"the first gradient of {found['grad_norms_at']} has a norm {found['grad_norms']:.3g} "
+                f"away from that of {other}; allowed is {MAX_NORM_DIFFERENCE}"
             )
+        _within("the first loss", found["loss"], MAX_LOSS_DIFFERENCE, other)
+    if reference is not None:
+        what = f"the first gradient of {reference['gradients_at']}"
+        _within(what, reference["gradients"], MAX_GRADIENT_DIFFERENCE, "the reference")
+        median = reference["gradients_median"]
+        what = "the median of first gradients"
+        _within(what, median, MEDIAN_GRADIENT_DIFFERENCE, "the reference")
     if not all(b < a for a, b in itertools.pairwise(losses)):
         raise WrongNumbers(f"the losses of the first steps do not fall: {losses}")
+
+
+def _within(what: str, value: float, allowed: float, other: str) -> None:
+    if not value <= allowed:
+        raise WrongNumbers(f"{what} is {value:.3g} away from that of {other}; allowed is {allowed}")
 
 
 def _distance(a: list[float], b: list[float]) -> float:
@@ -185,7 +198,7 @@ def add_rates(
         if ms not in row:
             continue
         rate = size.flops / row[ms] / 1e9
-        row[f"{prefix}tokens_per_s"] = size.tokens / row[ms] * 1e3
+        row[f"{prefix}tokens_per_s"] = size.batch * size.tokens / row[ms] * 1e3
         row[f"{prefix}tflops"] = rate
         row[f"{prefix}mfu"] = None if nominal is None else rate / nominal
         row[f"{prefix}share_of_bf16_matmul"] = rate / machine["bf16_tflops"]

@@ -1,7 +1,9 @@
 """One arm of ``bench step``: a Llama of Transformers, random tokens, forward, backward, optimiser.
 
 Runs in a process of its own. Every arm does the same but for attention and linears: layers and loss
-compiled one by one (a layer is compiled once for all of them), fused AdamW.
+compiled one by one (a layer is compiled once for all of them), fused AdamW. Layers are called one
+after the other, as they are causal without a mask: Transformers' own forward looks for packed
+sequences in the positions, which waits for the device in every step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from hf_deltamatch.hf import ATTN_IMPLEMENTATION, swap_linears
+from hf_deltamatch.hf import ATTN_IMPLEMENTATION, set_attention_recipe, swap_linears
 
 VOCABULARY = 32768
 LEARNING_RATE = 1e-4
@@ -31,9 +33,10 @@ class Size(NamedTuple):
     layers: int = 20
     hidden: int = 2048
     tokens: int = 8192
+    batch: int = 4
 
     def __str__(self) -> str:
-        return f"{self.layers} layers, hidden {self.hidden}, {self.tokens} tokens"
+        return f"{self.layers} layers, hidden {self.hidden}, {self.batch} x {self.tokens} tokens"
 
     def config(self) -> LlamaConfig:
         """Raises ValueError: ``hidden`` is no multiple of 256, or there is nothing of something."""
@@ -64,7 +67,7 @@ class Size(NamedTuple):
         embedding is none), and attention's 4·hidden for each of T²/2 pairs, three times."""
         matrices = self._matrices() + VOCABULARY * self.hidden
         attention = 3 * self.layers * 4 * self.hidden * self.tokens**2 / 2
-        return 6.0 * matrices * self.tokens + attention
+        return self.batch * (6.0 * matrices * self.tokens + attention)
 
 
 class Arm(NamedTuple):
@@ -97,31 +100,35 @@ def run_arm(
     """
     started = time.perf_counter()
     step_size, chosen = Size(*size), ARMS[arm]
-    torch.manual_seed(0)
-    model = _model(step_size, chosen, weights, device)
-    row: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    if chosen.linears:
-        row["swapped"] = len(swap_linears(model).swapped)
+    autocast = lambda: (
+        torch.autocast(device, torch.bfloat16) if weights == "fp32" else nullcontext()
+    )
+    torch.manual_seed(1)
+    ids = torch.randint(VOCABULARY, (step_size.batch, step_size.tokens + 1), device=device)
+    row: dict[str, Any] = {}
+    if chosen.attention or chosen.linears:
+        for name, backend in (("kernels", None), ("reference", "reference")):
+            model, _ = _model(step_size, chosen, weights, device, backend)
+            with autocast():
+                row[name] = _first_gradients(model, ids[:1])
+            del model
+    model, swapped = _model(step_size, chosen, weights, device)
+    row |= {"parameters": sum(p.numel() for p in model.parameters()), "swapped": swapped}
     loss_of = _loss(model)
     if compiler is not None:
         torch._dynamo.config.recompile_limit = 4  # else every layer could quietly be a case
         for layer in model.model.layers:
             layer.compile(dynamic=False, backend=compiler)
         loss_of = torch.compile(loss_of, dynamic=False, backend=compiler)
-    ids = torch.randint(VOCABULARY, (1, step_size.tokens + 1), device=device)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, fused=True, betas=(0.9, 0.95),
         capturable=device != "cpu",
     )  # fmt: skip
-    autocast = lambda: (
-        torch.autocast(device, torch.bfloat16) if weights == "fp32" else nullcontext()
-    )
 
     def forward_backward() -> Tensor:
         optimiser.zero_grad(set_to_none=True)
         with autocast():
-            hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-            loss = loss_of(hidden, ids[:, 1:])
+            loss = loss_of(_hidden(model, ids[:, :-1]), ids[:, 1:])
         loss.backward()
         return loss.detach()
 
@@ -134,14 +141,7 @@ def run_arm(
         if not chosen.attention:
             row["sdpa"] = _choose_sdpa(stack, forward_backward, device)
         losses = [forward_backward()]
-        row["grad_norms"] = {
-            n: p.grad.float().norm().item()
-            for n, p in model.named_parameters()
-            if p.grad is not None
-        }
-        row["gradients"] = {
-            n: _sample(p.grad) for n, p in model.named_parameters() if p.grad is not None
-        }
+        row["first"] = _looked_at(model, losses[0])
         optimiser.step()
         losses += [step() for _ in range(WARM_UP)]
         row["losses"] = [loss.item() for loss in losses]
@@ -154,19 +154,54 @@ def run_arm(
     return row | {"process_s": time.perf_counter() - started}
 
 
+def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
+    inner = model.model
+    x = inner.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    places = inner.rotary_emb(x, position_ids=positions)
+    for layer in inner.layers:
+        x = layer(x, attention_mask=None, position_embeddings=places)
+    return inner.norm(x)
+
+
+def _first_gradients(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """Of one sequence, nothing compiled."""
+    loss = _loss(model)(_hidden(model, ids[:, :-1]), ids[:, 1:])
+    loss.backward()
+    return _looked_at(model, loss.detach())
+
+
+def _looked_at(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    """The loss and, by parameter, the norm of its gradient and a sample."""
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        "loss": loss.item(),
+        "grad_norms": {n: g.float().norm().item() for n, g in grads.items()},
+        "gradients": {n: _sample(g) for n, g in grads.items()},
+    }
+
+
 def _sample(x: Tensor, count: int = 512) -> list[float]:
     """Elements at even distances."""
     flat = x.flatten()
     return flat[:: max(1, flat.numel() // count)][:count].tolist()
 
 
-def _model(size: Size, arm: Arm, weights: str, device: str) -> PreTrainedModel:
+def _model(
+    size: Size, arm: Arm, weights: str, device: str, backend: str | None = None
+) -> tuple[PreTrainedModel, int]:
+    """The same weights in every call; and the number of FP8 linears. ``backend`` None: by device."""
+    torch.manual_seed(0)
     dtype = torch.bfloat16 if weights == "bf16" else torch.float32
     implementation = ATTN_IMPLEMENTATION if arm.attention else "sdpa"
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             size.config(), dtype=dtype, attn_implementation=implementation
         )
+    if arm.attention:
+        set_attention_recipe(model, backend=backend)
+    swapped = len(swap_linears(model, backend=backend).swapped) if arm.linears else 0
+    return model, swapped
 
 
 def _loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
