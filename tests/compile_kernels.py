@@ -4,7 +4,7 @@ takes its target once per process and must not be told to interpret.
     python tests/compile_kernels.py 90 '[{"D": 128}, {"D": 64, "mask": "packed", "attention": false}]'
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
-around it are compiled, which is quick. Prints one JSON object per line: the kernel, its shared and
+around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per line: the kernel, its shared and
 tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, and
 for 9.0 how many products in loops lose an operand (see `sass`).
 """
@@ -12,6 +12,7 @@ for 9.0 how many products in loops lose an operand (see `sass`).
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 
@@ -56,12 +57,13 @@ def main(capability: int, cases: list[dict]) -> None:
 
     JITFunction.run = compile_only
     from hf_deltamatch import AttentionRecipe
-    from hf_deltamatch.kernels import attention, attention_config
+    from hf_deltamatch.kernels import HOPPER_VARIABLE, attention, attention_config
     from hf_deltamatch.ops import attention_kernels
 
     attention_config.capability_of = lambda device: divmod(capability, 10)
     for case in cases:
         case = {"Hq": 2, "Hkv": 1, "T": 256, "dtype": "bfloat16", **case}
+        os.environ[HOPPER_VARIABLE] = str(int(case.get("hopper", False)))
         D, Dv, T = case["D"], case.get("Dv", case["D"]), case["T"]
         dtype = getattr(torch, case["dtype"])
 

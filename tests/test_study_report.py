@@ -79,6 +79,8 @@ def test_claim() -> None:
             off[run.key]["final_loss"] = 1.03
     claim = report.build_report(STUDY, off)["claim"]
     assert not claim["dm_holds"] and claim["dm_not_close"] == ["edge"]
+    page = report.to_markdown(report.build_report(STUDY, off))
+    assert "Close: calm (+0.000 ± 0.000). Not close: edge (+0.030 ± 0.000)." in page
     for run in STUDY.runs:
         if run.arm == "MP" and run.setting == "edge":
             off[run.key]["status"] = "diverged"

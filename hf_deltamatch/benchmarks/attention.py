@@ -62,7 +62,12 @@ def bench_attention(
         raise tables.BenchError(f"attention is timed on a CUDA device with kernels: {reason}.")
     peak = timing.fp8_peak()
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
-    result: dict[str, Any] = {"fp8_peak_tflops": peak, "method": METHOD, "shapes": []}
+    result: dict[str, Any] = {
+        "fp8_peak_tflops": peak,
+        "hopper_kernels": kernels.wants_hopper(),
+        "method": METHOD,
+        "shapes": [],
+    }
     for i, shape in enumerate(SHAPES if shapes is None else shapes):
         chosen = recipes or (RECIPES if i == 0 else RECIPES[:1])
         rows = bench_shape(shape, chosen, peak)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 
 import torch
 
@@ -19,10 +20,14 @@ CAPABILITIES: dict[tuple[int, int], str] = {
     (10, 3): "Blackwell",
     (12, 0): "Blackwell",
 }
-"""Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0, which has a dK/dV
-kernel of its own; the others run the plain kernels with tiles that fit their shared memory, and have
-not been run. Block ``mx`` multiplies
-by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emulated in BF16 before."""
+"""Devices with FP8 tensor cores that Triton generates code for. Measured on 9.0; the others
+run the same kernels with tiles that fit their shared memory, and have not been run. Block ``mx``
+multiplies by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emulated in BF16 before."""
+
+HOPPER_VARIABLE = "HF_DELTAMATCH_HOPPER"
+"""Environment variable: ``1`` for faster kernels of attention's backward on 9.0, in a process that has
+its GPU to itself. Where several processes take turns on one, these hang or fault
+(``examples/benchmarks/NOTES.md``)."""
 
 NATIVE_MX = ((10, 0), (10, 3), (12, 0))
 """Where every product of block ``mx`` is a block-scaled FP8 instruction."""
@@ -42,6 +47,20 @@ MOST_HEADS = 65535
 
 OPS = ("attention", "linear")
 """Ops that have kernels."""
+
+
+def wants_hopper() -> bool:
+    """
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(HOPPER_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{HOPPER_VARIABLE} is {value!r}; it must be 1 (faster kernels for the backward of attention "
+            "on Hopper, for a process that has its GPU to itself) or 0."
+        )
+    return value == "1"
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, TENSOR_MEMORY, capability_of
+from hf_deltamatch.kernels import (
+    SMALL_SHARED_MEMORY,
+    TENSOR_MEMORY,
+    capability_of,
+    wants_hopper,
+)
 
-HOPPER_HEADS = (128,)
-"""Padded head dimensions of the Hopper kernels. They do 64 too, right in every test and dK/dV 1.0 ms
-faster, but small models of D64 trained with them, three at once on one GPU, ended in illegal memory
-accesses: off until that is understood."""
+HOPPER_HEADS = (64, 128)
+"""Padded head dimensions of the Hopper kernels."""
 
 
 class Config(NamedTuple):
@@ -68,18 +71,16 @@ def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
 
 def has_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
     """True where Hopper kernels compute the gradients of ``128xD``, with the tiles of the others."""
-    return _is_square_on_hopper(BLOCK_D, BLOCK_DV, device)
-
-
-def _is_square_on_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
-    return BLOCK_D == BLOCK_DV and BLOCK_D in HOPPER_HEADS and capability_of(device) == (9, 0)
+    if BLOCK_D != BLOCK_DV or BLOCK_D not in HOPPER_HEADS or not wants_hopper():
+        return False
+    return capability_of(device) == (9, 0)
 
 
 def dkdv_configs(
     BLOCK_D: int, BLOCK_DV: int, device: torch.device
 ) -> list[tuple[Config, bool, bool]]:
     """One launch for dK and dV, or one each: ``(config, wants_dk, wants_dv)``."""
-    if max(BLOCK_D, BLOCK_DV) <= 64 and not _is_square_on_hopper(BLOCK_D, BLOCK_DV, device):
+    if max(BLOCK_D, BLOCK_DV) <= 64 and not has_hopper(BLOCK_D, BLOCK_DV, device):
         return [(Config(128, 64, 4, 2), True, True)]
     if max(BLOCK_D, BLOCK_DV) <= 128:
         return [(Config(64, 64, 4, 2), True, True)]

@@ -112,6 +112,14 @@ def three_arms(settings: dict, baseline: str) -> dict | None:
         "dm_close": close,
         "dm_not_close": far,
         "mp_unstable": [n for n in settings if n not in stable],
+        "gaps": {
+            arm: {
+                n: {k: a[arm]["gap"][k] for k in ("mean", "std")}
+                for n, a in settings.items()
+                if arm in a
+            }
+            for arm in ("DM", "SD")
+        },
         "sd_worse": worse,
         "dm_holds": bool(close) and not far,
         "sd_holds": bool(worse),
@@ -119,16 +127,29 @@ def three_arms(settings: dict, baseline: str) -> dict | None:
 
 
 def three_arms_lines(claim: dict) -> list[str]:
-    names = lambda found: ", ".join(found) or "none"
+    def names(found: list[str], arm: str | None = None) -> str:
+        # Names may hold commas.
+        return (
+            "; ".join(n if arm is None else f"{n}{_gap(claim['gaps'][arm][n])}" for n in found)
+            or "none"
+        )
+
     return [
         "## The claim",
         "",
         f"* DM within {CLOSE} nats of MP (mean gap) wherever MP is stable: "
-        f"**{'holds' if claim['dm_holds'] else 'does not hold'}**. Close: {names(claim['dm_close'])}; "
-        f"not close: {names(claim['dm_not_close'])}; MP diverged or missing: "
+        f"**{'holds' if claim['dm_holds'] else 'does not hold'}**. Close: {names(claim['dm_close'], 'DM')}. "
+        f"Not close: {names(claim['dm_not_close'], 'DM')}. MP diverged or missing: "
         f"{names(claim['mp_unstable'])}.",
         f"* SD worse by more than {WORSE} nats, or diverged more often than MP, in at least one "
         f"setting: **{'holds' if claim['sd_holds'] else 'does not hold'}**. Worse: "
-        f"{names(claim['sd_worse'])}.",
+        f"{names(claim['sd_worse'], 'SD')}.",
         "",
     ]
+
+
+def _gap(gap: dict) -> str:
+    if gap["mean"] is None:
+        return ""
+    spread = "" if gap["std"] is None else f" ± {gap['std']:.3f}"
+    return f" ({gap['mean']:+.3f}{spread})"
