@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_deltamatch.study import report
+from hf_deltamatch.study.pool import read_rows
+from hf_deltamatch.study.spec import load_study
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "benchmarks"
 
@@ -90,8 +94,48 @@ def test_linear_table() -> None:
     assert table("linear, tokens × in × out, ms") == expected
 
 
+STUDIES = ROOT / "examples" / "studies"
+
+
+def test_study_table() -> None:
+    """setting | MP | SD | DM | gap of DM to MP"""
+
+    def loss(arm: dict) -> str:
+        seeds, text = len(arm["seeds"]), "{mean:.3f} ± {std:.3f}".format(**arm["final_loss"])
+        if arm["diverged"]:
+            return f"{text}, {arm['diverged']} of {seeds} diverged"
+        return text if seeds == 3 else f"{text} ({seeds} seeds)"
+
+    found = json.loads((STUDIES / "table_h200" / "report.json").read_text())
+    expected = {
+        name: [
+            *(loss(arms[arm]) for arm in ("MP", "SD", "DM")),
+            "{mean:+.3f} ± {std:.3f}".format(**arms["DM"]["gap"]),
+        ]
+        for name, arms in found["settings"].items()
+    }
+    assert table("setting") == expected
+    text = (ROOT / "README.md").read_text()
+    assert "{present} of {planned}".format(**found["runs"]) in text
+    # "diverges in every seed and the matched one trains", "within 0.01 of it"
+    high, steady = (
+        found["settings"]["lr 6e-3, no-QK-norm"],
+        ("lr 3e-3, no-QK-norm", "lr 6e-3, QK-norm"),
+    )
+    assert high["SD"]["diverged"] == 3 and high["DM"]["diverged"] == 0
+    assert all(abs(found["settings"][n]["DM"]["gap"]["mean"]) < 0.01 for n in steady)
+
+
+@pytest.mark.parametrize("folder", sorted(STUDIES.iterdir()), ids=lambda f: f.name)
+def test_reports_of_studies_are_those_of_their_runs(folder: Path) -> None:
+    study = load_study(ROOT / "examples" / "configs" / f"study_{folder.name.split('_')[0]}.yaml")
+    found = report.build_report(study, read_rows(folder))
+    assert json.loads(json.dumps(found)) == json.loads((folder / "report.json").read_text())
+    assert (folder / "report.md").read_text().startswith(report.to_markdown(found).strip())
+
+
 def test_results_hold_no_path_of_a_machine() -> None:
-    for path in RESULTS.glob("*.json"):
+    for path in (*RESULTS.glob("*.json"), *STUDIES.rglob("*.json*")):
         assert not any(s in path.read_text() for s in ('"/', "home/", "tmp/", "\\\\")), path.name
 
 
