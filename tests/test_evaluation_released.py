@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
 
-import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -16,7 +16,9 @@ from hf_deltamatch.evaluation import released
 
 NAME = "DM-GDNMLA-1.7B-DM"
 REPOSITORY = f"tturing/{NAME}"
-RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+# huggingface_hub 1 has httpx, 2 has httpx2.
+http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
+RESPONSE = http.Response(404, request=http.Request("GET", "https://huggingface.co"))
 
 
 @pytest.fixture

@@ -1,0 +1,183 @@
+"""Kernels in several processes that take turns on one GPU; a script, as some of them hang there.
+
+    python tests/share_gpu.py                        # every kind, three processes, short and long queues
+    python tests/share_gpu.py plain-128 hopper-128 --queue 100 --seconds 5
+    python tests/share_gpu.py hopper-128 --most-registers 240
+
+Every process repeats one computation and compares it bitwise with its first result, and waits for the
+device after each queue of rounds: a queue longer than a time slice (about 2 ms) is interrupted within a
+kernel. One line for each kind and queue; exits with 1 if anything differed, failed or hung, and ends
+where the device no longer answers. ``--most-registers`` caps what Triton asks for around a specialised
+region (``setmaxnreg``, 256 by itself), in the PTX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import share_gpu_kinds
+import torch
+
+COMPILE_S = 90.0
+GRACE_S = 15.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(share_gpu_kinds.KINDS))
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each row")
+    parser.add_argument(
+        "--queue", type=int, nargs="+", default=[5, 100], help="rounds between waits"
+    )
+    parser.add_argument("--most-registers", type=int, metavar="N")
+    parser.add_argument("--json", metavar="FILE", help="rows, as they come")
+    parser.add_argument(
+        "--worker", nargs=3, metavar=("QUEUE", "SECONDS", "START"), help=argparse.SUPPRESS
+    )
+    args = parser.parse_args(argv)
+    unknown = [k for k in args.kinds if k not in share_gpu_kinds.KINDS]
+    if unknown:
+        parser.error(f"no kind {', '.join(unknown)}; there are {', '.join(share_gpu_kinds.KINDS)}")
+    if args.worker:
+        queue, seconds, start = args.worker
+        return _worker(args.kinds[0], int(queue), float(seconds), float(start), args.most_registers)
+    rows = []
+    for kind in args.kinds or share_gpu_kinds.KINDS:
+        compiled = _processes(kind, 1, 0.0, 1, args.most_registers, COMPILE_S)[0]
+        if "fault" in compiled:
+            rows.append({"kind": kind, "alone": compiled})
+            print(f"{kind:<14} alone: {compiled}", flush=True)
+            continue
+        for queue in args.queue:
+            found = _processes(kind, queue, args.seconds, args.processes, args.most_registers, None)
+            rows.append({"kind": kind, "queue": queue, "processes": found})
+            print(f"{kind:<14} queue {queue:<5}" + "; ".join(_words(r) for r in found), flush=True)
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(
+                        {"device": torch.cuda.get_device_name(), "rows": rows}, file, indent=1
+                    )
+            if any("fault" in r for r in found) and not _answers():
+                print("the device no longer answers")
+                return 1
+    fine = lambda row: all(
+        "fault" not in r and not r["differ"] for r in row.get("processes", [{"fault": 1}])
+    )
+    return 0 if all(fine(row) for row in rows) else 1
+
+
+def _processes(
+    kind: str, queue: int, seconds: float, count: int, registers: int | None, limit: float | None
+) -> list[dict]:
+    """What each process says; one that says nothing in time is killed."""
+    start = time.time() + (GRACE_S if limit is None else 0.0)
+    limit = limit or 2 * GRACE_S + seconds
+    command = [sys.executable, __file__, kind, "--worker", str(queue), str(seconds), str(start)]
+    if registers is not None:
+        command += ["--most-registers", str(registers)]
+    env = os.environ | share_gpu_kinds.KINDS[kind].env
+    children = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        for _ in range(count)
+    ]
+    deadline, found = time.time() + limit, []
+    for child in children:
+        try:
+            out, err = child.communicate(timeout=max(0.1, deadline - time.time()))
+            lines = out.strip().splitlines() or [
+                json.dumps({"fault": _last(err, child.returncode)})
+            ]
+            found.append(json.loads(lines[-1]))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            found.append({"fault": "hangs"})
+    return found
+
+
+def _last(err: str, status: int) -> str:
+    lines = err.strip().splitlines()
+    return lines[-1][:200] if lines else f"exit status {status}"
+
+
+def _words(found: dict) -> str:
+    if "fault" in found:
+        return f"  {found['fault']} (round {found.get('rounds', '?')})"
+    differ = f", differ: {found['differ']}" if found["differ"] else ""
+    return f"  {found['rounds']} rounds of {found['ms']:.2f} ms equal{differ}"
+
+
+def _answers() -> bool:
+    """Is the device still there for a new process?"""
+    code = "import torch; assert torch.ones(9, device='cuda').sum().item() == 9"
+    try:
+        return subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _worker(kind: str, queue: int, seconds: float, start: float, registers: int | None) -> int:
+    if registers is not None:
+        _cap_registers(registers)
+    compute = share_gpu_kinds.KINDS[kind].make()
+    rounds, where = 0, "first"
+    try:
+        first = {name: t.clone() for name, t in _bits(compute()).items()}
+        counts = {
+            name: torch.zeros((), dtype=torch.int64, device=t.device) for name, t in first.items()
+        }
+        torch.cuda.synchronize()
+        while time.time() < start:
+            time.sleep(0.01)
+        began, where = time.time(), "later"
+        while rounds == 0 or time.time() < began + seconds:
+            for _ in range(queue):
+                for name, t in _bits(compute()).items():
+                    counts[name] += (t != first[name]).any()
+                rounds += 1
+            torch.cuda.synchronize()
+        differ = {name: n.item() for name, n in counts.items() if n.item()}
+        found = {"rounds": rounds, "ms": 1e3 * (time.time() - began) / rounds, "differ": differ}
+    except (
+        Exception
+    ) as error:  # a fault of the device reaches torch as a RuntimeError, whichever it is
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        found = {"fault": line[:200], "rounds": rounds, "in": where}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # a broken context raises again at exit
+
+
+def _bits(out: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    tensors = {n: t.contiguous() for n, t in out.items() if t is not None and t.numel()}
+    return {n: t.view(kinds[t.element_size()]) for n, t in tensors.items()}
+
+
+def _cap_registers(most: int) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    make: Callable = CUDABackend.make_ptx
+
+    def capped(self, *args, **kwargs) -> str:
+        ptx = make(self, *args, **kwargs)
+        cap = lambda m: f"{m[1]}{min(int(m[2]), most)}"
+        return re.sub(r"(setmaxnreg\.inc\S*\s+)(\d+)", cap, ptx)
+
+    CUDABackend.make_ptx = capped
+    # Not what the cache holds of the same source.
+    os.environ["TRITON_CACHE_DIR"] = f"{os.environ.get('TRITON_CACHE_DIR', '/tmp/triton')}-{most}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
