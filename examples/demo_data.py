@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_deltamatch.hf.byte_tokenizer import byte_tokenizer
 
 HELD_OUT_EVERY = 10
 CONTEXT, CONTINUATION, CHOICES = 160, 40, 4  # characters, characters, candidates
@@ -22,7 +24,7 @@ MIN_CHARS = 4 * (CONTEXT + CONTINUATION)
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """``name`` through ``AutoTokenizer``, or UTF-8 bytes (256 values and 3 specials, no files)."""
-    return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+    return AutoTokenizer.from_pretrained(name) if name else byte_tokenizer()
 
 
 def load_corpus(name: str | None, text_column: str, limit_chars: int) -> tuple[list, list]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hf_deltamatch.hf.byte_tokenizer import byte_tokenizer
 from hf_deltamatch.training import Packer, Rows, join
 from hf_deltamatch.training.options import Options
 from hf_deltamatch.training.samplers import RowSampler, Sampler, StreamSampler
@@ -22,7 +23,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """``name`` through ``AutoTokenizer``, or UTF-8 bytes (256 values and 3 specials, no files)."""
     try:
-        return AutoTokenizer.from_pretrained(name) if name else ByT5Tokenizer(extra_ids=0)
+        return AutoTokenizer.from_pretrained(name) if name else byte_tokenizer()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(
             f"tokenizer {name!r}: neither a folder with a tokenizer nor a hub name that can be loaded "

@@ -234,7 +234,7 @@ def test_demo_bad_dataset(tmp_path, rows, options, words) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--seq-len", "64"], ["--seq-len is 64", "at least 201"]),
+        (["--seq-len", "64"], ["--seq-len is 64", "at least 200"]),
         (["--batch-size", "500", "--seq-len", "10000"], ["--batch-size is 500", "more text"]),
     ],
 )

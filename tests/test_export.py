@@ -57,7 +57,7 @@ def test_folder_is_complete_and_loads_with_transformers_alone(run, tmp_path, cap
     assert "Written: " in capsys.readouterr().out
     assert {p.name for p in out.iterdir()} == {
         "README.md", "config.json", "config.train.json", "generation_config.json", "model.safetensors",
-        "results.json", "tokenizer_config.json", "train.yaml",
+        "results.json", "tokenizer.json", "tokenizer_config.json", "train.yaml",
     }  # fmt: skip
     results = json.loads((out / "results.json").read_text())
     loss, said = plain_loss(out, TEXT, results["check"]["window"])

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_deltamatch.export.source import Source
+from hf_deltamatch.hf.byte_tokenizer import byte_tokenizer, is_byte_tokenizer
 from hf_deltamatch.training import CheckpointError
 from hf_deltamatch.training.state import load_model
 
@@ -102,10 +103,13 @@ def write_tokenizer(source: Source, folder: Path) -> str:
     options = source.options or {}
     if source.companion is not None and (source.companion / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(source.companion)
+        if isinstance(tokenizer, ByT5Tokenizer) and len(tokenizer) == len(byte_tokenizer()):
+            # The same ids; ByT5's ends a prompt as if it were a document.
+            tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(folder)
-        return "UTF-8 bytes" if isinstance(tokenizer, ByT5Tokenizer) else "of the run"
+        return "UTF-8 bytes" if is_byte_tokenizer(tokenizer) else "of the run"
     if isinstance(options.get("model"), dict) and options.get("tokenizer") is None:
-        ByT5Tokenizer(extra_ids=0).save_pretrained(folder)  # what the scripts take
+        byte_tokenizer().save_pretrained(folder)  # what the scripts take
         return "UTF-8 bytes"
     name = options.get("tokenizer") or options.get("model")
     if name is None:
