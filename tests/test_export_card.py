@@ -185,6 +185,15 @@ def test_names_of_the_hub(tmp_path, monkeypatch) -> None:
     assert [facts.is_hub_name(n) for n in names] == [True] + [False] * 6
 
 
+def test_a_local_file_has_no_configuration_of_a_data_set() -> None:
+    """A file in place of the data set that the run's YAML names, with a configuration of it."""
+    options = {"data": "/home/me/chats.jsonl", "data_config": "sample-10BT", "model": "org/base"}
+    found = facts.without_paths(options)
+    assert found == {"data": "chats.jsonl", "data_config": None, "model": "org/base"}
+    options["data"] = "org/texts"
+    assert facts.without_paths(options)["data_config"] == "sample-10BT"
+
+
 def test_base_model_and_data_of_the_hub(tmp_path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
     more = {"model": "org/base", "rope": "base", "data": "org/texts", "data_config": None}

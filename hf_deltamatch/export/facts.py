@@ -60,6 +60,8 @@ def without_paths(options: dict) -> dict:
         value = out.get(key)
         if isinstance(value, str) and not is_hub_name(value):
             out[key] = Path(value).name
+            if key == "data" and _DATA_FILE.search(value):
+                out["data_config"] = None  # of another data set: a file has no configurations
     return out
 
 
