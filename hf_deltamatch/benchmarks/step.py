@@ -27,9 +27,9 @@ independent of the gradient adds the square of its share: 0.1 of error is 0.005 
 MAX_GRADIENT_DIFFERENCE = 0.3
 MEDIAN_GRADIENT_DIFFERENCE = 0.15
 """Relative, of the first gradient of a parameter at 512 of its elements, to the same arm through the
-reference. Not to the BF16 arm: before training the tokens of a long sequence are nearly one in the
-residual stream (attention returns the mean of the values), and any rounding to FP8 is large beside
-what tells them apart. What is unrelated is 1.4 away, and nothing is 1."""
+reference. Not to the BF16 arm: in a wide model of random weights the residual stream is nothing but the
+layers' outputs, so that the rounding of FP8 operands adds up over depth (``examples/benchmarks/NOTES.md``).
+What is unrelated is 1.4 away, and nothing is 1."""
 NOMINAL_BF16 = {"H200": 989.0, "H100 80GB": 989.0, "B200": 2250.0, "A100": 312.0}
 """Dense BF16 TFLOP/s in the data sheets of the SXM modules, by a part of the device's name."""
 
