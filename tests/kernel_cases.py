@@ -144,7 +144,7 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         first = whole.storage_offset() + MARGIN // like.dtype.itemsize
         return whole.as_strided(like.shape, like.stride(), first)
 
-    for name in ("empty", "empty_like"):
+    for name in ("empty", "empty_like", "empty_strided"):
         plain = getattr(torch, name)
 
         def poisoned(*args, plain=plain, **kwargs):

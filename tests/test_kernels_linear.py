@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hf_deltamatch import LinearRecipe, formats, fp8_linear, reference  # noqa: E402
 from hf_deltamatch.kernels import linear as kernels  # noqa: E402
-from hf_deltamatch.kernels import linear_quantize as lq  # noqa: E402
+from hf_deltamatch.kernels import linear_operands as lq  # noqa: E402
 from hf_deltamatch.ops import linear as ops  # noqa: E402
 from hf_deltamatch.ops.observe import CALLS  # noqa: E402
 from hf_deltamatch.testing import assert_bitwise_equal, assert_close  # noqa: E402

@@ -23,7 +23,7 @@ if torch.cuda.is_available():
     if kernels.missing("linear", DEVICE):
         pytest.skip("no linear kernel for this device", allow_module_level=True)
     from hf_deltamatch.kernels import linear as launchers
-    from hf_deltamatch.kernels import linear_quantize as lq
+    from hf_deltamatch.kernels import linear_operands as lq
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RECIPES = [

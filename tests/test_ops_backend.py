@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_deltamatch import AttentionRecipe, delta_matching_attention, fp8_linear, kernels
+from hf_deltamatch import (
+    AttentionRecipe,
+    delta_matching_attention,
+    fp8_linear,
+    kernels,
+    reference,
+)
 from hf_deltamatch.ops import library, observe
 from hf_deltamatch.ops.backend import BACKENDS, OPS, Choice, choose, explain, refuse_unsupported
 from hf_deltamatch.ops.observe import CALLS, RowSumResidual, record_row_sum
@@ -308,6 +314,24 @@ def test_ops_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch)
     q = torch.zeros(1, 1, 4, 8, requires_grad=True)
     delta_matching_attention(q, q, q).sum().backward()
     assert entered == [torch.device("cuda", 1), None] * 2
+
+
+def test_ops_run_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cast what an op has chosen, forward and backward."""
+    seen = []
+    for name in ("linear_fwd", "linear_bwd_input", "linear_bwd_weight"):
+        plain = getattr(reference, name)
+
+        def watched(*args, plain=plain):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return plain(*args)
+
+        monkeypatch.setattr(reference, name, watched)
+    x, weight = torch.randn(4, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fp8_linear(x, weight).sum().backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] * 3
 
 
 def test_more_heads_than_a_grid_has() -> None:

@@ -12,7 +12,7 @@ from hf_deltamatch.benchmarks import timing
 from hf_deltamatch.benchmarks.linear_shapes import LinearShape, both, make_linear_inputs
 from hf_deltamatch.kernels import linear as kernels
 from hf_deltamatch.kernels import unsupported_linear
-from hf_deltamatch.kernels.linear_quantize import ROW, Operand
+from hf_deltamatch.kernels.linear_operands import ROW, Operand
 from hf_deltamatch.ops import fp8_linear
 from hf_deltamatch.recipes import LinearRecipe
 

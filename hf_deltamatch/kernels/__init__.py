@@ -211,4 +211,9 @@ def rowwise_in_cublas(device: torch.device) -> bool:
 
 
 def _cuda_version() -> tuple[int, ...]:
-    return tuple(int(n) for n in (torch.version.cuda or "0.0").split(".")[:2])
+    return _two_numbers(torch.version.cuda or "0.0")
+
+
+@functools.cache
+def _two_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in version.split(".")[:2])

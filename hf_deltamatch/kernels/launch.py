@@ -2,17 +2,75 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from hf_deltamatch.formats import MX_BLOCK, TOKENS_PER_TILE
 from hf_deltamatch.kernels.geometry import _rising_kernel, _segments_kernel
 
 SOFT_CAST: bool = bool(triton.knobs.runtime.interpret)
 """The interpreter rounds FP8 wrongly, so there the cast is done in integers."""
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    pointers: tuple[Tensor | None, ...],
+    args: tuple,
+    seen: dict[tuple, CompiledKernel],
+    **options: int,
+) -> None:
+    """``kernel[(programs,)](*pointers, *args, **options)``, all arguments in order.
+
+    Triton looks at every argument to find what it compiled for their like, which takes the host most
+    of the time of a launch. What it found is kept in ``seen``, so the next such launch goes straight
+    to it. Pointers that are no multiples of 16 always take the long way.
+
+    Args:
+        seen: kept by the caller for launches that Triton compiles one kernel for, but for the device
+            and what is set for the process: the same dtypes, the same pointers that are None, the
+            same constants and options, and the same integers, but for those marked
+            ``do_not_specialize`` (with 32 bits for all of them or more for all).
+    """
+    if SOFT_CAST:
+        kernel[(programs,)](*pointers, *args, **options)
+        return
+    addresses = 0
+    for x in pointers:
+        if x is not None:
+            addresses |= x.data_ptr()
+    active = driver.active
+    device = active.get_current_device()
+    key = (active, device, knobs.runtime.debug, knobs.compilation.instrumentation_mode)
+    direct = addresses % 16 == 0 and not _watched()
+    compiled = seen.get(key) if direct else None
+    if compiled is None:
+        compiled = kernel[(programs,)](*pointers, *args, **options)
+        if direct and isinstance(compiled, CompiledKernel):
+            seen[key] = compiled
+        return
+    # As Triton itself does, without metadata and hooks: nobody is there to see them.
+    compiled.run(
+        programs, 1, 1, active.get_current_stream(device), compiled.function,
+        compiled.packed_metadata, None, None, None, *pointers, *args,
+    )  # fmt: skip
+
+
+def _watched() -> bool:
+    """Whether something wants to hear of launches (a profiler of Triton's), or compiles otherwise."""
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    if getattr(runtime, "add_stages_inspection_hook", None) is not None:
+        return True
+    return bool(getattr(knobs.compilation, "fpsan_homomorphic_casts", False))  # not in Triton 3.6
 
 
 class Packing(NamedTuple):

@@ -5,7 +5,7 @@
     grad_weight = dyᵀ x       columns of dy, columns of x
 
 A GEMM here is ``a bᵀ`` of two operands that contract their last axis
-(:mod:`hf_deltamatch.kernels.linear_quantize`). cuBLAS promotes its sums to FP32 registers
+(:mod:`hf_deltamatch.kernels.linear_operands`). cuBLAS promotes its sums to FP32 registers
 (``use_fast_accum=False``; block-scaled kernels do so after every block).
 
 ``1x32`` is a block-scaled instruction on Blackwell; before, its operands are decoded to BF16, which
@@ -21,7 +21,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from hf_deltamatch.formats import FORMATS
 from hf_deltamatch.kernels import NATIVE_MX, capability_of, rowwise_in_cublas
-from hf_deltamatch.kernels.linear_quantize import (
+from hf_deltamatch.kernels.linear_operands import (
     MX,
     ROW,
     TILE_128,
@@ -116,11 +116,10 @@ def gemm(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None)
     M, N = a.outer, b.outer
     if 0 in (M, N, a.contracted):
         return a.payload.new_zeros(M, N, dtype=dtype) + (0 if bias is None else bias.to(dtype))
-    device = a.payload.device
-    if device.type == "cpu":
+    if a.payload.is_cpu:
         output = dequantize(a, torch.float32) @ dequantize(b, torch.float32).t()
         return (output if bias is None else output + bias.float()).to(dtype)
-    if a.block == MX and capability_of(device) not in NATIVE_MX:
+    if a.block == MX and capability_of(a.payload.device) not in NATIVE_MX:
         return _decoded(dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16), dtype, bias)
     return _scaled(a, b, dtype, bias)
 
@@ -142,38 +141,49 @@ def _scaled(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None) -> 
     padding = b.payload.shape[0] - b.outer
     in_epilogue = None
     if fused:
-        in_epilogue = torch.nn.functional.pad(bias.to(torch.bfloat16), (0, padding))
-    (scale_a, recipe, swizzle), (scale_b, recipe_b, _) = _scale(a, left=True), _scale(b, left=False)
-    output = torch.nn.functional.scaled_mm(
+        in_epilogue = bias.to(torch.bfloat16)
+        if padding:
+            in_epilogue = torch.nn.functional.pad(in_epilogue, (0, padding))
+    kind, swizzle = _KINDS[a.block]
+    # What torch.nn.functional.scaled_mm calls, without the Python around it.
+    output = torch._scaled_mm_v2(
         a.payload,
         b.payload.t(),
-        scale_a,
-        recipe,
-        scale_b,
-        recipe_b,
+        _scale(a, left=True),
+        kind,
         swizzle,
+        _scale(b, left=False),
+        _KINDS[b.block][0],
         swizzle,
-        bias=in_epilogue,
-        output_dtype=wide,
-        use_fast_accum=False,
-    )[: a.outer]
+        in_epilogue,
+        wide,
+        (),
+        False,
+    )
+    # Views and casts that change nothing still take the host a microsecond or two each.
+    if output.shape[0] != a.outer:
+        output = output[: a.outer]
     if padding:
         output = output[:, : b.outer].contiguous()
     if bias is not None and not fused:
         output.add_(bias)
-    return output.to(dtype)
+    return output if wide == dtype else output.to(dtype)
 
 
-def _scale(x: Operand, left: bool):
-    """Descales, their kind and swizzle, as torch's scaled GEMM takes them."""
-    plain = SwizzleType.NO_SWIZZLE
+# Kind of the descales and their swizzle, as torch's scaled GEMM takes them.
+_PLAIN = [SwizzleType.NO_SWIZZLE.value]
+_KINDS = {
+    ROW: ([ScalingType.RowWise.value], _PLAIN),
+    MX: ([ScalingType.BlockWise1x32.value], [SwizzleType.SWIZZLE_32_4_4.value]),
+    VECTOR: ([ScalingType.BlockWise1x128.value], _PLAIN),
+    TILE_128: ([ScalingType.BlockWise128x128.value], _PLAIN),
+}
+
+
+def _scale(x: Operand, left: bool) -> list[Tensor]:
     if x.block == ROW:
-        return x.descale[:, None] if left else x.descale[None], ScalingType.RowWise, plain
-    if x.block == MX:
-        codes = swizzled_e8m0(x.descale)
-        return codes, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    kind = ScalingType.BlockWise1x128 if x.block == VECTOR else ScalingType.BlockWise128x128
-    return x.descale.t(), kind, plain
+        return [x.descale[:, None] if left else x.descale[None]]
+    return [swizzled_e8m0(x.descale) if x.block == MX else x.descale.t()]
 
 
 def swizzled_e8m0(descale: Tensor) -> Tensor:

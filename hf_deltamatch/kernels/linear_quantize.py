@@ -1,75 +1,25 @@
-"""Matrices to FP8 operands of a scaled GEMM, along either axis or along both in one read.
+"""Kernels: matrices to FP8 operands of a scaled GEMM, along either axis or along both in one read.
 
-Reference: :func:`hf_deltamatch.reference.quantize.quantize`. FP8 tensor cores of Hopper contract the
+Reference: :func:`hf_deltamatch.reference.quantize.quantize`. Launched by
+:mod:`hf_deltamatch.kernels.linear_operands`. FP8 tensor cores of Hopper contract the
 last axis of both operands, so a matrix ``x [R, C]`` is needed as itself where C is contracted and
 transposed where R is: ``rows`` is ``[R, C]`` with scales along C, ``columns`` ``[C, R]`` with scales
 along R. A program owns a tile of 128 x 128, read once.
 
 Payloads are padded with zeros, the outer axis to a multiple of 16, the contracted one to a multiple
-of 128; descales lie as torch's scaled GEMM wants them, see :class:`Operand`.
+of 128; descales lie as torch's scaled GEMM wants them, see ``linear_operands.Operand``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from hf_deltamatch.formats import MX_BLOCK
 from hf_deltamatch.kernels.casts import (
     cast_fp8_packed,
     cast_fp8_words,
 )
-from hf_deltamatch.kernels.launch import SOFT_CAST
 from hf_deltamatch.kernels.linear_scales import scales
-
-TILE = 128
-PROGRAM = {"num_warps": 4}
-"""Launch options of the quantisers."""
-OUTER_ALIGN = 16
-"""torch's scaled GEMM takes multiples of 16."""
-
-VECTOR, TILE_128, ROW, MX = "1x128", "128x128", "row", "1x32"
-"""Which elements of ``[outer, contracted]`` share a descale."""
-
-
-class Operand(NamedTuple):
-    """One side of a GEMM that contracts the last axis of both, in FP8.
-
-    ``payload [outer padded to 16, contracted padded to 128]``. ``descale`` FP32, by ``block``:
-    ``1x128`` and ``1x32`` ``[blocks, outer padded]``; ``128x128`` ``[outer blocks, contracted blocks
-    padded to 4]``; ``row`` ``[outer padded]``. ``outer`` and ``contracted`` are the true sizes.
-    """
-
-    payload: Tensor
-    descale: Tensor
-    block: str
-    outer: int
-    contracted: int
-
-
-def padded(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def descale_shape(block: str, outer: int, contracted: int) -> tuple[int, ...]:
-    """Shape of :attr:`Operand.descale`."""
-    if block == ROW:
-        return (padded(outer, OUTER_ALIGN),)
-    if block == TILE_128:
-        return (-(-outer // TILE), padded(-(-contracted // TILE), 4))
-    return (padded(contracted, TILE) // group_of(block), padded(outer, OUTER_ALIGN))
-
-
-def payload_shape(outer: int, contracted: int) -> tuple[int, int]:
-    return padded(outer, OUTER_ALIGN), padded(contracted, TILE)
-
-
-def group_of(block: str) -> int:
-    return MX_BLOCK if block == MX else TILE
 
 
 @triton.jit
@@ -294,77 +244,3 @@ def _tile_amax_kernel(
         c = column_tile * 128 + tl.arange(0, 128)
         at = row_tile.to(tl.int64) * outer_c + c
         tl.store(columns_ptr + at, tl.max(top, 0), mask=c < outer_c)
-
-
-def quantize_matrix(
-    x: Tensor,
-    block: str,
-    fmt: torch.dtype,
-    pow2: bool,
-    *,
-    rows: bool = False,
-    columns: bool = False,
-    columns_block: str | None = None,
-) -> tuple[Operand | None, Operand | None]:
-    """``x [R, C]`` (FP32, BF16, FP16; any strides) as ``rows``, contracting C, and ``columns``,
-    contracting R; None for one not asked for. ``columns_block``: of the columns, if another than
-    ``block``; 128x128 beside 1x128 or the other way round. ``x`` is read once, twice with ``row``."""
-    R, C = x.shape
-    other = columns_block or block
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        # Its transpose is what lies in rows: the same kernel, with the two outputs exchanged.
-        b, a = quantize_matrix(
-            x.t(), other, fmt, pow2, rows=columns, columns=rows, columns_block=block
-        )
-        return a, b
-    a = _empty(x, block, fmt, R, C) if rows else None
-    b = _empty(x, other, fmt, C, R) if columns else None
-    row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
-    grid = (row_tiles * column_tiles,)
-    if grid[0] == 0 or not (rows or columns):
-        return a, b
-    tops = [None, None]
-    if block == ROW:
-        parts = [
-            torch.empty(tiles, o.payload.shape[0], dtype=torch.int32, device=x.device)
-            if o is not None
-            else None
-            for o, tiles in ((a, column_tiles), (b, row_tiles))
-        ]
-        _tile_amax_kernel[grid](x, *parts, R, C, column_tiles, *x.stride(), **PROGRAM)
-        tops = [None if p is None else p.amax(0) for p in parts]
-    _quantize_matrix_kernel[grid](
-        x,
-        *((None, None) if a is None else (a.payload, a.descale)), tops[0],
-        *((None, None) if b is None else (b.payload, b.descale)), tops[1],
-        R, C, row_tiles, column_tiles, *x.stride(),
-        ROWS_BLOCK=block, COLUMNS_BLOCK=other, POW2=pow2, SOFT_CAST=SOFT_CAST,
-        EVEN=R % TILE == 0 and C % TILE == 0, **PROGRAM,
-    )  # fmt: skip
-    return a, b
-
-
-def _empty(x: Tensor, block: str, fmt: torch.dtype, outer: int, contracted: int) -> Operand:
-    payload = torch.empty(payload_shape(outer, contracted), dtype=fmt, device=x.device)
-    shape = descale_shape(block, outer, contracted)
-    # Blocks that only pad are not written; 0 rows or columns leave all of them so.
-    pads = block == TILE_128 and -(-contracted // TILE) % 4 != 0
-    make = torch.ones if pads or 0 in (outer, contracted) else torch.empty
-    return Operand(
-        payload, make(shape, dtype=torch.float32, device=x.device), block, outer, contracted
-    )
-
-
-def dequantize(x: Operand, dtype: torch.dtype) -> Tensor:
-    """``[outer, contracted]`` in ``dtype``: exact in BF16 for power-of-two descales (down to 2⁻¹³³),
-    in FP32 always. A block that was not finite is NaN."""
-    outer, contracted = x.payload.shape
-    value = x.payload.to(dtype)
-    if x.block == ROW:
-        scale = x.descale[:, None]
-    elif x.block == TILE_128:
-        scale = x.descale.repeat_interleave(TILE, 0)[:outer].repeat_interleave(TILE, 1)
-        scale = scale[:, :contracted]
-    else:
-        scale = x.descale.t().repeat_interleave(group_of(x.block), 1)
-    return (value * scale.to(dtype))[: x.outer, : x.contracted]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import sys
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,20 +34,14 @@ def require_tensors(op: str, **arguments: object) -> None:
 def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
     """Dtype to cast ``inputs`` to under autocast, as SDPA does; None outside of it and where one of
     them is not FP32, BF16 or FP16 (left as they are, for the validation or for FP64)."""
-    if any(x.dtype not in HIGH_PRECISION for x in inputs):
-        return None
-    kind = inputs[0].device.type
-    if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+    for x in inputs:
+        if x.dtype not in HIGH_PRECISION:
+            return None
+    kind = "cuda" if inputs[0].is_cuda else inputs[0].device.type
+    known = kind in ("cuda", "cpu") or has_autocast(kind)
+    if not known or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Autocast off on ``device``; nothing, which takes no time, where it is off already."""
-    kind = device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 @torch.compiler.assume_constant_result

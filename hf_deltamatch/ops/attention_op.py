@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_deltamatch import kernels, reference
 from hf_deltamatch.ops import observe
-from hf_deltamatch.ops.attention_args import no_autocast
 from hf_deltamatch.ops.backend import refuse_unsupported
 from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import AttentionRecipe
@@ -64,8 +63,7 @@ def attention_fwd(
         observe.CALLS["attention_fwd"] += 1
         return tuple(_kernels().attention_fwd(q, k, v, **options))
     observe.CALLS["attention_fwd"] += 1
-    with no_autocast(q.device):
-        return tuple(reference.attention_fwd(q, k, v, **options))
+    return tuple(reference.attention_fwd(q, k, v, **options))
 
 
 def _options(*values) -> dict:
@@ -131,8 +129,7 @@ def attention_bwd(
         grads = _kernels().attention_bwd(do, dlse, saved, parts_hook=hook, **options)
     else:
         qkv = None if decoded.quantize else (q, k, v)
-        with no_autocast(do.device):
-            grads = reference.attention_bwd(do, dlse, saved, qkv, ds_hook=collector.hook, **options)
+        grads = reference.attention_bwd(do, dlse, saved, qkv, ds_hook=collector.hook, **options)
     collector.finish()
     return tuple(grads)
 

@@ -21,7 +21,10 @@ class Choice(NamedTuple):
 
 def explain(op: str, device: torch.device | str, backend: str | None = None) -> Choice:
     """What ``op`` would run on ``device`` if asked for ``backend``."""
-    device = torch.device(device)
+    return _explain(op, torch.device(device), backend)
+
+
+def _explain(op: str, device: torch.device, backend: str | None) -> Choice:
     if backend is not None and backend not in BACKENDS:
         return Choice(None, f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend == "reference":
@@ -54,7 +57,7 @@ def choose(op: str, device: torch.device, backend: str | None) -> str:
             f"{op}: `backend` is {backend!r}; allowed are None (choose by device), "
             f"{', '.join(repr(b) for b in BACKENDS)}."
         )
-    choice = explain(op, device, backend)
+    choice = _explain(op, device, backend)
     if choice.backend is None:
         raise NotImplementedError(f"{op}: {choice.reason}. {SLOW_PATH}")
     return choice.backend

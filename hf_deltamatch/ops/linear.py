@@ -7,6 +7,8 @@ high-precision input is kept only with ``grad_weight_hp``, in place of the FP8 o
 Annotations are evaluated here (the op schemas are inferred from them).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,6 @@ from hf_deltamatch.ops import observe
 from hf_deltamatch.ops.attention_args import (
     HIGH_PRECISION,
     autocast_dtype,
-    no_autocast,
     refuse_double_backward,
     refuse_transforms,
     require_tensors,
@@ -25,6 +26,7 @@ from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.recipes import LinearRecipe
 
 
+@functools.cache
 def _kernels():
     """The launchers, imported where they run: only they need Triton."""
     from hf_deltamatch.kernels import linear
@@ -41,14 +43,13 @@ def linear_fwd(
     ``[tokens, in]``, the kernels padded and with the tokens last."""
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with no_autocast(x.device):
-        if backend == "triton":
-            output, saved = _kernels().linear_fwd(x, weight, bias, save_input, decoded)
-            saved = saved and saved[:2]
-        else:
-            assert backend == "reference", backend
-            output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
-            saved = reference.linear_save_input(x, decoded) if save_input else None
+    if backend == "triton":
+        output, saved = _kernels().linear_fwd(x, weight, bias, save_input, decoded)
+        saved = saved and saved[:2]
+    else:
+        assert backend == "reference", backend
+        output = reference.linear_fwd(x, weight, bias, decoded).to(x.dtype)
+        saved = reference.linear_save_input(x, decoded) if save_input else None
     return output, *(saved or (x.new_empty(0), x.new_empty(0)))
 
 
@@ -77,10 +78,9 @@ def linear_quantize(
     """Payload and descale of ``x [tokens, in]`` as the forward reads it and, with ``save_input``, as
     grad_weight does (else two empty tensors); for kernels only. Apart from the product, so that
     torch.compile makes one of the equal calls of linears that share their input."""
-    with no_autocast(x.device):
-        rows, columns = _kernels().quantize(
-            x, LinearRecipe.decode(recipe), "x", rows=True, columns=save_input
-        )
+    rows, columns = _kernels().quantize(
+        x, LinearRecipe.decode(recipe), "x", rows=True, columns=save_input
+    )
     saved = (x.new_empty(0), x.new_empty(0)) if columns is None else columns[:2]
     return *rows[:2], *saved
 
@@ -109,9 +109,8 @@ def linear_fwd_quantized(
     """``output [tokens, out]`` in ``dtype`` from what :func:`linear_quantize` returned first."""
     observe.CALLS["linear_fwd"] += 1
     decoded, k = LinearRecipe.decode(recipe), _kernels()
-    with no_autocast(weight.device):
-        rows = k.input_operand(x_fp8, x_descale, tokens, weight.shape[1], decoded)
-        return k.linear_fwd_quantized(rows, weight, bias, dtype, decoded)
+    rows = k.input_operand(x_fp8, x_descale, tokens, weight.shape[1], decoded)
+    return k.linear_fwd_quantized(rows, weight, bias, dtype, decoded)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_fwd_quantized")
@@ -124,11 +123,10 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> T
     """grad_input ``[tokens, in]`` in the dtype of dy."""
     observe.CALLS["linear_bwd_input"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with no_autocast(dy.device):
-        if backend == "triton":
-            return _kernels().linear_bwd(dy, weight, None, None, decoded)[0]
-        assert backend == "reference", backend
-        return reference.linear_bwd_input(dy, weight, decoded).to(dy.dtype)
+    if backend == "triton":
+        return _kernels().linear_bwd(dy, weight, None, None, decoded)[0]
+    assert backend == "reference", backend
+    return reference.linear_bwd_input(dy, weight, decoded).to(dy.dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd_input")
@@ -149,14 +147,13 @@ def linear_bwd_weight(
     """grad_weight ``[out, n_in]`` in ``dtype``."""
     observe.CALLS["linear_bwd_weight"] += 1
     decoded = LinearRecipe.decode(recipe)
-    with no_autocast(dy.device):
-        if backend == "triton":
-            k = _kernels()
-            saved = k.saved_input(x_fp8, x_descale, dy.shape[0], n_in, decoded)
-            return k.linear_bwd(dy, None, saved, dtype, decoded)[1]
-        assert backend == "reference", backend
-        saved = reference.Quantized(x_fp8, x_descale)
-        return reference.linear_bwd_weight(dy, saved, decoded).to(dtype)
+    if backend == "triton":
+        k = _kernels()
+        saved = k.saved_input(x_fp8, x_descale, dy.shape[0], n_in, decoded)
+        return k.linear_bwd(dy, None, saved, dtype, decoded)[1]
+    assert backend == "reference", backend
+    saved = reference.Quantized(x_fp8, x_descale)
+    return reference.linear_bwd_weight(dy, saved, decoded).to(dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight")
@@ -179,9 +176,8 @@ def linear_bwd(
     observe.CALLS["linear_bwd_input"] += 1
     observe.CALLS["linear_bwd_weight"] += 1
     decoded, k = LinearRecipe.decode(recipe), _kernels()
-    with no_autocast(dy.device):
-        saved = k.saved_input(x_fp8, x_descale, dy.shape[0], weight.shape[1], decoded)
-        return k.linear_bwd(dy, weight, saved, dtype, decoded)
+    saved = k.saved_input(x_fp8, x_descale, dy.shape[0], weight.shape[1], decoded)
+    return k.linear_bwd(dy, weight, saved, dtype, decoded)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd")
@@ -193,12 +189,11 @@ def _(dy, weight, x_fp8, x_descale, dtype, recipe, backend):
 def linear_bwd_weight_hp(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """grad_weight ``[out, in]`` in ``dtype`` from unquantised operands, FP32 sums."""
     observe.CALLS["linear_bwd_weight"] += 1
-    with no_autocast(dy.device):
-        if backend == "triton" and dy.device.type == "cuda" and dy.dtype != torch.float32:
-            out = None if dtype == dy.dtype else torch.float32
-            product = dy.t() @ x if out is None else torch.mm(dy.t(), x, out_dtype=out)
-            return product.to(dtype)
-        return reference.linear_bwd_weight_hp(dy, x).to(dtype)
+    if backend == "triton" and dy.device.type == "cuda" and dy.dtype != torch.float32:
+        out = None if dtype == dy.dtype else torch.float32
+        product = dy.t() @ x if out is None else torch.mm(dy.t(), x, out_dtype=out)
+        return product.to(dtype)
+    return reference.linear_bwd_weight_hp(dy, x).to(dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_bwd_weight_hp")
@@ -226,10 +221,14 @@ def gradients(
 
 
 class LinearFunction(torch.autograd.Function):
-    """Saves and forwards; ``x [tokens, in]``."""
+    """Saves and forwards; ``x [..., in]``. Leading axes are folded in here, so that autograd holds
+    no nodes for that."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, save_input, hp, recipe, backend):
+        leading = x.shape[:-1]
+        if len(leading) != 1:
+            x = x.reshape(-1, x.shape[-1])
         save_fp8 = save_input and not hp
         if backend == "triton" and torch.compiler.is_compiling():
             *rows, x_fp8, x_descale = linear_quantize(x, save_fp8, recipe)
@@ -240,20 +239,25 @@ class LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(weight, x)
         else:
             ctx.save_for_backward(weight, x_fp8, x_descale)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.hp = hp
-        ctx.options = (recipe, backend)
-        return output
+        ctx.options = hp, recipe, backend, None if bias is None else bias.dtype
+        # As nn.Linear does: the result is no view, which FSDP2 and in-place users would trip over.
+        return torch.ops.aten._unsafe_view(output, [*leading, output.shape[1]])
 
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward("fp8_linear")
         weight, *saved = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        leading = dy.shape[:-1]
+        if len(leading) != 1:
+            dy = dy.reshape(-1, dy.shape[-1])
+        *options, bias_dtype = ctx.options
         db = None
-        dx, dw = gradients(dy, weight, saved, (wants_dx, wants_dw), ctx.hp, *ctx.options)
+        dx, dw = gradients(dy, weight, saved, (wants_dx, wants_dw), *options)
         if wants_db:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+        if wants_dx and len(leading) != 1:
+            dx = dx.reshape(*leading, dx.shape[1])
         return dx, dw, db, None, None, None, None
 
 
@@ -296,12 +300,9 @@ def fp8_linear(
     x, chosen = cast_and_choose(x, autocast, recipe, backend)
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
-    output = LinearFunction.apply(
-        x.reshape(-1, x.shape[-1]), weight, bias, save_input, recipe.grad_weight_hp, recipe.encoded,
-        chosen,
-    )  # fmt: skip
-    # As nn.Linear does: the result is no view, which FSDP2 and in-place users would trip over.
-    return torch.ops.aten._unsafe_view(output, [*x.shape[:-1], weight.shape[0]])
+    return LinearFunction.apply(
+        x, weight, bias, save_input, recipe.grad_weight_hp, recipe.encoded, chosen
+    )
 
 
 def cast_and_choose(
@@ -328,7 +329,8 @@ def unsupported(recipe: str, device: torch.device) -> str | None:
 
 
 def check_linear(what: str, x: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or 0 in weight.shape:
+    shape = weight.shape
+    if len(shape) != 2 or x.dim() < 1 or x.shape[-1] != shape[1] or 0 in shape:
         raise ValueError(
             f"{what}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; x is "
             "[..., in] and weight [out, in], both at least 1."

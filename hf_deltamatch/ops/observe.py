@@ -23,10 +23,11 @@ class _Calls(Counter):
     are plain counters, whichever way they are read."""
 
     def __setitem__(self, op: str, n: int) -> None:
-        more = n - self[op]
+        if _counters:
+            more = n - self[op]
+            for counter in _counters:
+                counter[op] += more
         super().__setitem__(op, n)
-        for counter in _counters:
-            counter[op] += more
 
 
 CALLS: Counter[str] = _Calls()
