@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 import torch  # noqa: E402
 from export_runs import MODEL, bitwise, checkpoint_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_models import one_thread  # noqa: E402, F401
+from tiny_models import NEWEST, one_thread  # noqa: E402, F401
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config  # noqa: E402
 
 from hf_deltamatch import DeltaMatchConfig, LinearRecipe, cli, fp8_linear  # noqa: E402
@@ -117,7 +117,10 @@ def test_the_op_itself_multiplies_with_them(exported) -> None:
     assert bitwise(output, rows @ (stored[f"{name}.weight"].float() * scale).T)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+IN_FP32 = pytest.mark.skipif(not NEWEST, reason="Transformers 5.4 dequantises in the model's dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=IN_FP32)])
 def test_transformers_gives_them_back(exported, dtype) -> None:
     """Dequantised in FP32 and rounded to the dtype of the model: bitwise in FP32."""
     model, out = exported
@@ -129,6 +132,7 @@ def test_transformers_gives_them_back(exported, dtype) -> None:
         assert bitwise(tensor, expected.to(dtype)), name
 
 
+@IN_FP32
 def test_without_a_word_a_cpu_reads_bf16(exported) -> None:
     model, out = exported
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -226,6 +230,7 @@ def test_runs_without_fp8_weights_are_refused(changes, options, words, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(not NEWEST, reason="Transformers 5.4 leaves the scales of experts unread")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts(family, tmp_path, capsys) -> None:
     """Experts, one matrix each on disk, in Transformers' form; routers stay."""

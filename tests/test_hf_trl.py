@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import (
+    NEWEST,
     VOCAB,
     batch,
     build,
@@ -59,7 +60,14 @@ def losses(model, kind: str, path: Path, *, peft_config=None, **args) -> list[fl
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+BY_TARGETS = pytest.mark.skipif(
+    not NEWEST, reason="padded, Trainer of Transformers 5.4 divides by a label more in each row"
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["padded", *(pytest.param(k, marks=BY_TARGETS) for k in BATCHES if k != "padded")]
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
 def test_sft_batches_agree(family: str, kind: str, tmp_path: Path) -> None:
     """Without quantisation the losses of padded SDPA, whichever way the rows are laid out; were they
