@@ -160,7 +160,7 @@ def _worker(kind: str, queue: int, seconds: float, start: float, registers: int 
 
 def _bits(out: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    tensors = {n: t.contiguous() for n, t in out.items() if t is not None and t.numel()}
+    tensors = {n: t.detach().contiguous() for n, t in out.items() if t is not None and t.numel()}
     return {n: t.view(kinds[t.element_size()]) for n, t in tensors.items()}
 
 
@@ -176,7 +176,8 @@ def _cap_registers(most: int) -> None:
 
     CUDABackend.make_ptx = capped
     # Not what the cache holds of the same source.
-    os.environ["TRITON_CACHE_DIR"] = f"{os.environ.get('TRITON_CACHE_DIR', '/tmp/triton')}-{most}"
+    cache = os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
+    os.environ["TRITON_CACHE_DIR"] = f"{cache}-{most}"
 
 
 if __name__ == "__main__":
