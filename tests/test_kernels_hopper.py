@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 from test_kernels_compile import compile_for  # noqa: E402
 
+from hf_deltamatch import AttentionRecipe, kernels  # noqa: E402
 from hf_deltamatch.kernels import HOPPER_VARIABLE  # noqa: E402
 from hf_deltamatch.kernels import attention_config as config  # noqa: E402
 
@@ -46,3 +47,5 @@ def test_hopper_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOPPER_VARIABLE, "yes")
     with pytest.raises(ValueError, match="HF_DELTAMATCH_HOPPER is 'yes'; it must be 1 .* or 0"):
         config.has_hopper(128, 128, device)
+    with pytest.raises(ValueError, match="HF_DELTAMATCH_HOPPER"):  # before the first step, too
+        kernels.unsupported_attention(AttentionRecipe(), (128, 128), 0.1, device)

@@ -149,7 +149,11 @@ def unsupported_attention(
 
     ``masked_packing``: both a mask and ``cu_seqlens``. ``boolean_mask``: not a compact one. ``heads``:
     batches × query heads. ``tokens``: of the longer side.
+
+    Raises:
+        ValueError: what is asked for by :data:`HOPPER_VARIABLE` is neither 0 nor 1.
     """
+    wants_hopper()  # what is wrong with the variable is said in the forward, not in the backward
     if not recipe.quantize:
         return f"recipe {recipe.name!r} does not quantise; the kernels are FP8"
     if recipe.block == "mx" and device.type == "cpu" and not interprets_scaled_products():
