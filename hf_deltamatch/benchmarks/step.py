@@ -29,7 +29,7 @@ MEDIAN_GRADIENT_DIFFERENCE = 0.15
 """Relative, of the first gradient of a parameter at 512 of its elements, to the same arm through the
 reference. Not to the BF16 arm: in a wide model of random weights the residual stream is nothing but the
 layers' outputs, so that the rounding of FP8 operands adds up over depth (``examples/benchmarks/NOTES.md``).
-What is unrelated is 1.4 away, and nothing is 1."""
+What is unrelated is 1.4 away, and nothing is 1. Set before the first measurement on a device."""
 NOMINAL_BF16 = {"H200": 989.0, "H100 80GB": 989.0, "B200": 2250.0, "A100": 312.0}
 """Dense BF16 TFLOP/s in the data sheets of the SXM modules, by a part of the device's name."""
 
