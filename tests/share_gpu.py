@@ -3,17 +3,20 @@
     python tests/share_gpu.py                        # every kind, three processes, short and long queues
     python tests/share_gpu.py plain-128 hopper-128 --queue 100 --seconds 5
     python tests/share_gpu.py hopper-128 --most-registers 240
+    python tests/share_gpu.py dq-128+dkdv-128        # kinds joined by +: each process another of them
 
 Every process repeats one computation and compares it bitwise with its first result, and waits for the
 device after each queue of rounds: a queue longer than a time slice (about 2 ms) is interrupted within a
 kernel. One line for each kind and queue; exits with 1 if anything differed, failed or hung, and ends
 where the device no longer answers. ``--most-registers`` caps what Triton asks for around a specialised
-region (``setmaxnreg``, 256 by itself), in the PTX.
+region (``setmaxnreg``, 256 by itself), in the PTX; ``--acquire`` puts a fence before every TMA load that
+makes it read its descriptor anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -40,28 +43,31 @@ def main(argv: list[str] | None = None) -> int:
         "--queue", type=int, nargs="+", default=[5, 100], help="rounds between waits"
     )
     parser.add_argument("--most-registers", type=int, metavar="N")
+    parser.add_argument("--acquire", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="rows, as they come")
     parser.add_argument(
         "--worker", nargs=3, metavar=("QUEUE", "SECONDS", "START"), help=argparse.SUPPRESS
     )
     args = parser.parse_args(argv)
-    unknown = [k for k in args.kinds if k not in share_gpu_kinds.KINDS]
+    unknown = [k for row in args.kinds for k in row.split("+") if k not in share_gpu_kinds.KINDS]
     if unknown:
         parser.error(f"no kind {', '.join(unknown)}; there are {', '.join(share_gpu_kinds.KINDS)}")
+    edit = {} if args.most_registers is None else {"most_registers": str(args.most_registers)}
+    edit |= {"acquire": "1"} if args.acquire else {}
     if args.worker:
         queue, seconds, start = args.worker
-        return _worker(args.kinds[0], int(queue), float(seconds), float(start), args.most_registers)
+        return _worker(args.kinds[0], int(queue), float(seconds), float(start), edit)
     rows = []
     for kind in args.kinds or share_gpu_kinds.KINDS:
-        compiled = _processes(kind, 1, 0.0, 1, args.most_registers, COMPILE_S)[0]
-        if "fault" in compiled:
+        compiled = [_processes(one, 1, 0.0, 1, edit, COMPILE_S)[0] for one in kind.split("+")]
+        if any("fault" in one for one in compiled):
             rows.append({"kind": kind, "alone": compiled})
-            print(f"{kind:<14} alone: {compiled}", flush=True)
+            print(f"{kind:<18} alone: {compiled}", flush=True)
             continue
         for queue in args.queue:
-            found = _processes(kind, queue, args.seconds, args.processes, args.most_registers, None)
+            found = _processes(kind, queue, args.seconds, args.processes, edit, None)
             rows.append({"kind": kind, "queue": queue, "processes": found})
-            print(f"{kind:<14} queue {queue:<5}" + "; ".join(_words(r) for r in found), flush=True)
+            print(f"{kind:<18} queue {queue:<5}" + "; ".join(_words(r) for r in found), flush=True)
             if args.json:
                 with open(args.json, "w") as file:
                     json.dump(
@@ -77,20 +83,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _processes(
-    kind: str, queue: int, seconds: float, count: int, registers: int | None, limit: float | None
+    kind: str, queue: int, seconds: float, count: int, edit: dict[str, str], limit: float | None
 ) -> list[dict]:
-    """What each process says; one that says nothing in time is killed."""
+    """What each process says, kinds in turns; one that says nothing in time is killed."""
     start = time.time() + (GRACE_S if limit is None else 0.0)
     limit = limit or 2 * GRACE_S + seconds
-    command = [sys.executable, __file__, kind, "--worker", str(queue), str(seconds), str(start)]
-    if registers is not None:
-        command += ["--most-registers", str(registers)]
-    env = os.environ | share_gpu_kinds.KINDS[kind].env
+    options = ["--worker", str(queue), str(seconds), str(start)]
+    options += ["--acquire"] if "acquire" in edit else []
+    if "most_registers" in edit:
+        options += ["--most-registers", edit["most_registers"]]
+    kinds = list(itertools.islice(itertools.cycle(kind.split("+")), count))
     children = [
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            [sys.executable, __file__, one, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | share_gpu_kinds.KINDS[one].env,
         )
-        for _ in range(count)
+        for one in kinds
     ]
     deadline, found = time.time() + limit, []
     for child in children:
@@ -127,9 +138,9 @@ def _answers() -> bool:
         return False
 
 
-def _worker(kind: str, queue: int, seconds: float, start: float, registers: int | None) -> int:
-    if registers is not None:
-        _cap_registers(registers)
+def _worker(kind: str, queue: int, seconds: float, start: float, edit: dict[str, str]) -> int:
+    if edit:
+        _edit_ptx(edit)
     compute = share_gpu_kinds.KINDS[kind].make()
     rounds, where = 0, "first"
     try:
@@ -164,20 +175,28 @@ def _bits(out: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {n: t.view(kinds[t.element_size()]) for n, t in tensors.items()}
 
 
-def _cap_registers(most: int) -> None:
+def _edit_ptx(edit: dict[str, str]) -> None:
+    """What Triton compiles from now on: registers capped, descriptors read anew for every load."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     make: Callable = CUDABackend.make_ptx
+    most = int(edit.get("most_registers") or 256)
 
-    def capped(self, *args, **kwargs) -> str:
+    def edited(self, *args, **kwargs) -> str:
         ptx = make(self, *args, **kwargs)
         cap = lambda m: f"{m[1]}{min(int(m[2]), most)}"
-        return re.sub(r"(setmaxnreg\.inc\S*\s+)(\d+)", cap, ptx)
+        ptx = re.sub(r"(setmaxnreg\.inc\S*\s+)(\d+)", cap, ptx)
+        if "acquire" in edit:
+            fence = r"fence.proxy.tensormap::generic.acquire.gpu [\2], 128;\n\t\1"
+            ptx = re.sub(
+                r"((?:@\S+ )?cp\.async\.bulk\.tensor\S* \[[^]]*\], \[(%rd\d+),)", fence, ptx
+            )
+        return ptx
 
-    CUDABackend.make_ptx = capped
+    CUDABackend.make_ptx = edited
     # Not what the cache holds of the same source.
     cache = os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
-    os.environ["TRITON_CACHE_DIR"] = f"{cache}-{most}"
+    os.environ["TRITON_CACHE_DIR"] = "-".join([cache, *edit, *map(str, edit.values())])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hf_deltamatch.kernels.hopper import async_load
 
-ROWS, COLUMNS, STAGES = 64, 128, 4
+ROWS, STAGES = 64, 4
 
 
 @gluon.jit
@@ -77,10 +77,11 @@ def _kernel(desc, out_ptr, tiles, MMA: gl.constexpr, N: gl.constexpr, S: gl.cons
 
 
 def run(x: Tensor, tiles: int, mma: bool) -> Tensor:
-    """``x [programs · tiles · 64, 128]`` BF16 to ``[programs · 128, 128]`` FP32."""
+    """``x [programs · tiles · 64, N]`` BF16, N 64 or 128, to ``[programs · 128, N]`` FP32."""
+    N = x.shape[1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    desc = TensorDescriptor(x, list(x.shape), [COLUMNS, 1], [ROWS, COLUMNS], layout)
+    desc = TensorDescriptor(x, list(x.shape), [N, 1], [ROWS, N], layout)
     programs = x.shape[0] // (tiles * ROWS)
-    out = torch.empty(programs * 2 * ROWS, COLUMNS, device=x.device)
-    _kernel[(programs,)](desc, out, tiles, mma, COLUMNS, STAGES, num_warps=4)
+    out = torch.empty(programs * 2 * ROWS, N, device=x.device)
+    _kernel[(programs,)](desc, out, tiles, mma, N, STAGES, num_warps=4)
     return out

@@ -93,12 +93,24 @@ def gluon(mma: bool) -> Compute:
     return lambda: {"sum": share_gpu_gluon.run(x, tiles=16, mma=mma)}
 
 
+def gluon_pair() -> Compute:
+    """Kernels in turns whose descriptors have other boxes."""
+    import share_gpu_gluon
+
+    wide, narrow = _random(512 * 16 * 64, 128), _random(512 * 16 * 64, 64)
+    return lambda: {
+        "wide": share_gpu_gluon.run(wide, tiles=16, mma=False),
+        "narrow": share_gpu_gluon.run(narrow, tiles=16, mma=False),
+    }
+
+
 _ASKED = {HOPPER_VARIABLE: "1"}
 KINDS = {
     "cublas": Kind(cublas),
     "cudnn": Kind(cudnn),
     "gluon": Kind(lambda: gluon(False)),
     "gluon-mma": Kind(lambda: gluon(True)),
+    "gluon-pair": Kind(gluon_pair),
     "plain-64": Kind(lambda: ours(64)),
     "plain-128": Kind(lambda: ours(128)),
     "delta-128": Kind(lambda: ours(128, only="delta"), _ASKED),
