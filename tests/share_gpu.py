@@ -10,7 +10,8 @@ device after each queue of rounds: a queue longer than a time slice (about 2 ms)
 kernel. One line for each kind and queue; exits with 1 if anything differed, failed or hung, and ends
 where the device no longer answers. ``--most-registers`` caps what Triton asks for around a specialised
 region (``setmaxnreg``, 256 by itself), in the PTX; ``--acquire`` puts a fence before every TMA load that
-makes it read its descriptor anew.
+makes it read its descriptor anew. ``--blocking`` waits for every launch, so that the place of a fault
+is that of its kernel.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import share_gpu_kinds
 import torch
 
 COMPILE_S = 90.0
-GRACE_S = 15.0
+GRACE_S = 12.0
+HANGS_S = 6.0
+"""Without a queue's end: it hangs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--most-registers", type=int, metavar="N")
     parser.add_argument("--acquire", action="store_true")
+    parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="rows, as they come")
     parser.add_argument(
         "--worker", nargs=3, metavar=("QUEUE", "SECONDS", "START"), help=argparse.SUPPRESS
@@ -53,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no kind {', '.join(unknown)}; there are {', '.join(share_gpu_kinds.KINDS)}")
     edit = {} if args.most_registers is None else {"most_registers": str(args.most_registers)}
-    edit |= {"acquire": "1"} if args.acquire else {}
+    edit |= {flag: "1" for flag in ("acquire", "blocking") if getattr(args, flag)}
     if args.worker:
         queue, seconds, start = args.worker
         return _worker(args.kinds[0], int(queue), float(seconds), float(start), edit)
@@ -89,31 +97,37 @@ def _processes(
     start = time.time() + (GRACE_S if limit is None else 0.0)
     limit = limit or 2 * GRACE_S + seconds
     options = ["--worker", str(queue), str(seconds), str(start)]
-    options += ["--acquire"] if "acquire" in edit else []
+    options += [f"--{flag}" for flag in ("acquire", "blocking") if flag in edit]
     if "most_registers" in edit:
         options += ["--most-registers", edit["most_registers"]]
     kinds = list(itertools.islice(itertools.cycle(kind.split("+")), count))
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, one, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | share_gpu_kinds.KINDS[one].env,
-        )
-        for one in kinds
-    ]
-    deadline, found = time.time() + limit, []
-    for child in children:
-        try:
-            out, err = child.communicate(timeout=max(0.1, deadline - time.time()))
-            lines = out.strip().splitlines() or [
-                json.dumps({"fault": _last(err, child.returncode)})
+    env = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if "blocking" in edit else {})
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, f"{i}.out") for i in range(count)]
+        errors = [Path(folder, f"{i}.err") for i in range(count)]
+        children = []
+        for one, out, err in zip(kinds, said, errors, strict=True):
+            with out.open("w") as stdout, err.open("w") as stderr:
+                command = [sys.executable, __file__, one, *options]
+                own = env | share_gpu_kinds.KINDS[one].env
+                children.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own))
+        deadline = time.time() + limit
+        while time.time() < deadline:
+            over = [
+                c.poll() is not None or o.read_text() for c, o in zip(children, said, strict=True)
             ]
+            if all(over):
+                break
+            time.sleep(0.2)
+        found = []
+        for child, out, err in zip(children, said, errors, strict=True):
+            status = child.poll()
+            child.kill()  # one that hangs may take its time to go; nobody waits for it
+            lines = out.read_text().strip().splitlines()
+            if not lines:
+                fault = "hangs" if status is None else _last(err.read_text(), status)
+                lines = [json.dumps({"fault": fault})]
             found.append(json.loads(lines[-1]))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            found.append({"fault": "hangs"})
     return found
 
 
@@ -124,7 +138,8 @@ def _last(err: str, status: int) -> str:
 
 def _words(found: dict) -> str:
     if "fault" in found:
-        return f"  {found['fault']} (round {found.get('rounds', '?')})"
+        where = f", {found['at']}" if "at" in found else ""
+        return f"  {found['fault']} (round {found.get('rounds', '?')}{where})"
     differ = f", differ: {found['differ']}" if found["differ"] else ""
     return f"  {found['rounds']} rounds of {found['ms']:.2f} ms equal{differ}"
 
@@ -139,10 +154,25 @@ def _answers() -> bool:
 
 
 def _worker(kind: str, queue: int, seconds: float, start: float, edit: dict[str, str]) -> int:
-    if edit:
+    if edit.keys() - {"blocking"}:
         _edit_ptx(edit)
     compute = share_gpu_kinds.KINDS[kind].make()
     rounds, where = 0, "first"
+    alive, main_thread = [time.time()], threading.get_ident()
+
+    def watch() -> None:
+        while where != "later" or time.time() < alive[0] + HANGS_S:
+            time.sleep(0.5)
+        stack = traceback.extract_stack(sys._current_frames()[main_thread])
+        at = [
+            f"{Path(f.filename).name}:{f.lineno} {f.name}"
+            for f in stack
+            if "site-packages" not in f.filename
+        ]
+        print(json.dumps({"fault": "hangs", "rounds": rounds, "at": at[-1]}), flush=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         first = {name: t.clone() for name, t in _bits(compute()).items()}
         counts = {
@@ -151,20 +181,28 @@ def _worker(kind: str, queue: int, seconds: float, start: float, edit: dict[str,
         torch.cuda.synchronize()
         while time.time() < start:
             time.sleep(0.01)
-        began, where = time.time(), "later"
+        began = alive[0] = time.time()
+        where = "later"
         while rounds == 0 or time.time() < began + seconds:
             for _ in range(queue):
                 for name, t in _bits(compute()).items():
                     counts[name] += (t != first[name]).any()
                 rounds += 1
             torch.cuda.synchronize()
+            alive[0] = time.time()
         differ = {name: n.item() for name, n in counts.items() if n.item()}
         found = {"rounds": rounds, "ms": 1e3 * (time.time() - began) / rounds, "differ": differ}
     except (
         Exception
     ) as error:  # a fault of the device reaches torch as a RuntimeError, whichever it is
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        found = {"fault": line[:200], "rounds": rounds, "in": where}
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [
+            f"{Path(f.filename).name}:{f.lineno} {f.name}"
+            for f in frames
+            if "site-packages" not in f.filename
+        ]
+        found = {"fault": line[:200], "rounds": rounds, "in": where, "at": at[-1]}
     print(json.dumps(found), flush=True)
     os._exit(0)  # a broken context raises again at exit
 

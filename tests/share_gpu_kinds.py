@@ -116,6 +116,8 @@ KINDS = {
     "delta-128": Kind(lambda: ours(128, only="delta"), _ASKED),
     "dq-128": Kind(lambda: ours(128, only="dq", recipe="stale_delta"), _ASKED),
     "dkdv-128": Kind(lambda: ours(128, only="dkdv"), _ASKED),
+    "delta-dq-128": Kind(lambda: ours(128, only="dq"), _ASKED),
+    "dq-dkdv-128": Kind(lambda: ours(128, recipe="stale_delta"), _ASKED),
     "hopper-64": Kind(lambda: ours(64), _ASKED),
     "hopper-128": Kind(lambda: ours(128), _ASKED),
 }
