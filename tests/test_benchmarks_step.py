@@ -96,8 +96,8 @@ def _found(ms: float, gib: float, **changes) -> dict:
             "gradient of b is 2 away",
         ),
         (
-            {"kernels": {"gradients": {"a": [0.8, 0.0], "b": [1.0, -0.8]}}},
-            "median of first gradients is 0.17",
+            {"kernels": {"gradients": {"a": [0.87, 0.0], "b": [1.0, -0.87]}}},
+            "median of first gradients is 0.111",
         ),
         (
             {"kernels": {"gradients": {"a": [1.0, math.nan], "b": [1.0, -1.0]}}},
