@@ -9,7 +9,7 @@ Every process repeats one computation and compares it bitwise with its first res
 device after each queue of rounds: a queue longer than a time slice (about 2 ms) is interrupted within a
 kernel. One line for each kind and queue; exits with 1 if anything differed, failed or hung, and ends
 where the device no longer answers. ``--most-registers`` caps what Triton asks for around a specialised
-region (``setmaxnreg``, 256 by itself), in the PTX; ``--acquire`` puts a fence before every TMA load that
+region (``setmaxnreg``, 256 by itself), in the PTX, and 0 takes these instructions out; ``--acquire`` puts a fence before every TMA load that
 makes it read its descriptor anew. ``--blocking`` waits for every launch, so that the place of a fault
 is that of its kernel.
 """
@@ -223,6 +223,8 @@ def _edit_ptx(edit: dict[str, str]) -> None:
     def edited(self, *args, **kwargs) -> str:
         ptx = make(self, *args, **kwargs)
         cap = lambda m: f"{m[1]}{min(int(m[2]), most)}"
+        if most == 0:
+            ptx = re.sub(r"setmaxnreg\.\S+\s+\d+;", "", ptx)
         ptx = re.sub(r"(setmaxnreg\.inc\S*\s+)(\d+)", cap, ptx)
         if "acquire" in edit:
             fence = r"fence.proxy.tensormap::generic.acquire.gpu [\2], 128;\n\t\1"
