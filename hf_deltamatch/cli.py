@@ -35,7 +35,7 @@ examples:
 
 RECIPE_FLAGS = {
     "block": "attention: 128xD, 1xD or mx",
-    "delta": "attention: matched, stale or dequantized",
+    "delta": "attention: matched, stale, dequantized or forward",
     "do_format": "attention: e4m3 or e5m2",
     "project_row_sum": "attention: remove what rounding leaks along the mean key",
     "deterministic": "attention: no atomics",

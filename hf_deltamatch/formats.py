@@ -18,6 +18,10 @@ MIN_DESCALE = 2.0**-126
 P_CAST_LOG2 = 8
 """The forward casts probabilities as ``P · 2**8``: at most 256, below 448, so it never saturates."""
 
+P_REST_CAST_LOG2 = 5
+"""What that cast leaves of ``P · 2**8`` is at most 8 (half a unit of E4M3 below 256); a second term is
+cast as ``rest · 2**5``, again at most 256. One power more would saturate."""
+
 TOKENS_PER_TILE = 128
 """Tokens that share one descale under the ``128xD`` block, and the default kernel tile."""
 

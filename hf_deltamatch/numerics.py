@@ -23,11 +23,21 @@ OFFSETS = (0.0, 2.0, 6.0)
 RULES = {
     "stale": AttentionRecipe.from_name("stale_delta"),
     "dequantized": AttentionRecipe.from_name("dequantized_delta"),
+    "forward": AttentionRecipe.from_name("forward_delta"),
     "matched": AttentionRecipe.from_name("delta_matching"),
     "matched + row-sum projection": AttentionRecipe.from_name(
         "delta_matching", project_row_sum=True
     ),
 }
+
+
+def rules_of(block: str) -> dict[str, AttentionRecipe]:
+    """:data:`RULES` with another block; ``mx`` has no rule ``forward``."""
+    return {
+        name: AttentionRecipe.from_dict({**recipe.to_dict(), "block": block})
+        for name, recipe in RULES.items()
+        if block != "mx" or not recipe.two_terms
+    }
 
 
 class Measured(NamedTuple):
@@ -106,10 +116,7 @@ def table(
     seeds: int = 5, block: str = "128xD", progress: Callable[[str], None] = lambda _: None
 ) -> dict:
     """The whole table as JSON types: per rule and offset, mean and standard deviation over seeds."""
-    rules = {
-        name: AttentionRecipe.from_dict({**recipe.to_dict(), "block": block})
-        for name, recipe in RULES.items()
-    }
+    rules = rules_of(block)
     runs: dict[tuple[str, float], list[Measured]] = {}
     for offset in OFFSETS:
         for seed in range(seeds):

@@ -151,7 +151,9 @@ class AttentionRecipe(_Recipe):
 
     delta: str = "matched"
     """``matched``: Σ P∘dP̂ / Σ P from the backward's own operands. ``stale``: rowsum(dO∘O) with
-    BF16 O. ``dequantized``: rowsum(dÔ∘O)."""
+    BF16 O. ``dequantized``: rowsum(dÔ∘O). ``forward``: the same from an O whose P the forward cast as
+    two FP8 terms, so that O nearly is P V̂: close to matched, for one product more in the forward and two
+    fewer in the backward, which keeps O. Not with ``mx``."""
 
     do_format: str = "e4m3"
     """Format of dO: ``e4m3`` or ``e5m2``."""
@@ -165,11 +167,14 @@ class AttentionRecipe(_Recipe):
     quantize: bool = True
     """``False``: the same code in high precision (also FP64, for gradcheck)."""
 
+    DELTAS: ClassVar[tuple[str, ...]] = ("matched", "stale", "dequantized", "forward")
+
     KIND: ClassVar[str] = "attention"
     NAMES: ClassVar[dict[str, dict]] = {
         "delta_matching": {},
         "stale_delta": {"delta": "stale"},
         "dequantized_delta": {"delta": "dequantized"},
+        "forward_delta": {"delta": "forward"},
         "bf16": {"quantize": False},
     }
 
@@ -177,7 +182,7 @@ class AttentionRecipe(_Recipe):
         own = type(self).__name__
         _check_choice(own, "block", self.block, tuple(formats.ATTENTION_BLOCKS))
         _check_choice(own, "descale", self.descale, ("pow2", "fp32"))
-        _check_choice(own, "delta", self.delta, ("matched", "stale", "dequantized"))
+        _check_choice(own, "delta", self.delta, self.DELTAS)
         _check_choice(own, "do_format", self.do_format, tuple(formats.FORMATS))
         for field in ("project_row_sum", "deterministic", "quantize"):
             _check_choice(own, field, getattr(self, field), (True, False))
@@ -186,6 +191,17 @@ class AttentionRecipe(_Recipe):
                 f"{own}: `descale` is {self.descale!r} with block 'mx'; E8M0 descales are powers of "
                 "two. Use descale='pow2', or block='1xD' for FP32 descales."
             )
+        if self.block == "mx" and self.two_terms:
+            raise ValueError(
+                f"{own}: `delta` is 'forward' with block 'mx', whose forward multiplies by another copy "
+                "of V than the backward, so that O cannot match it. Use block='128xD' or '1xD', or one of "
+                "'matched', 'stale' and 'dequantized' for `delta`."
+            )
+
+    @property
+    def two_terms(self) -> bool:
+        """The forward casts P as two FP8 terms, the second of what the first leaves."""
+        return self.quantize and self.delta == "forward"
 
     def __str__(self) -> str:
         if not self.quantize:
@@ -198,6 +214,8 @@ class AttentionRecipe(_Recipe):
             dtok = f"{formats.FORMATS[self.do_format]}[32 tokens, E8M0, re-encoded]"
         else:
             fwd_p = "E4M3[2^8 after the running max]"
+            if self.two_terms:
+                fwd_p += f" + E4M3[2^{formats.P_REST_CAST_LOG2} x what is left]"
             row = "E4M3[query row x key tile, pow2]"
             col = "E4M3[key x query tile, pow2]"
             tok, dtok = op, dop
@@ -205,6 +223,7 @@ class AttentionRecipe(_Recipe):
             "matched": "δ = Σ_j P·dP / (Σ_j P + P_sink)      FP32, the operands of 3 and 4",
             "stale": "δ = rowsum(dO ∘ O)                   stale: O in BF16, dO unquantised",
             "dequantized": "δ = rowsum(dÔ ∘ O)                   half matched: dO as in 4, O stale",
+            "forward": "δ = rowsum(dÔ ∘ O)                   nearly matched: dO as in 4, O in BF16 from 2",
         }[self.delta]
         lines = [
             f"{self.name}",

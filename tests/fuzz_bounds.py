@@ -134,7 +134,7 @@ def attention_bounds(
         edelta = torch.minimum(edelta, 2 * _top(see(dp.abs() + edp), -1)) if Tk else edelta
     else:
         eout = out["o"].bound + (2.0**-8 if quant else 0.0) * (o.abs() + out["o"].bound)
-        given = edo if recipe.delta == "dequantized" else torch.zeros_like(do)
+        given = torch.zeros_like(do) if recipe.delta == "stale" else edo
         edelta = (do.abs() * eout + given * (o.abs() + eout)).sum(-1, keepdim=True)
         size = size + (do.abs() * o.abs()).sum(-1, keepdim=True)
     edelta = edelta + (Tk + do.shape[-1] + 16) * F32 * size

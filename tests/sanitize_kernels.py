@@ -65,6 +65,8 @@ def cases() -> dict[str, tuple[Shape, dict]]:
         "softcap-sinks-dlse": (S, dict(softcap=5.0, sinks=sinks, dlse=True)),
         "stale": (S, dict(recipe="stale_delta")),
         "dequantized": (S, dict(recipe="dequantized_delta")),
+        "forward": (S, dict(recipe="forward_delta")),
+        "forward-1xD-window": (S, dict(recipe="forward_delta", window=30, fields=ROW)),
         "projection": (S, dict(fields=dict(project_row_sum=True))),
         "projection-packed": (S, dict(fields=dict(project_row_sum=True), cu_seqlens=packed)),
         "e5m2-D80-Dv40": (S._replace(D=80, Dv=40), dict(fields=dict(do_format="e5m2"))),

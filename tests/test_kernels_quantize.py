@@ -62,6 +62,7 @@ CASES = {
     "e5m2-gqa": (S._replace(Hq=4, Hkv=2), dict(fields=dict(do_format="e5m2"))),
     "stale": (S, dict(recipe="stale_delta", dlse=True)),
     "dequantized": (S, dict(recipe="dequantized_delta")),
+    "forward": (S, dict(recipe="forward_delta")),
     "packed": (S, dict(cu_seqlens=packed(37, 37, 150), window=30)),
     "packed-1xD-e5m2": (
         S,

@@ -71,9 +71,11 @@ def test_logits() -> None:
 
 
 @pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
-@pytest.mark.parametrize("delta", ["matched", "stale", "dequantized"])
+@pytest.mark.parametrize("delta", ["matched", "stale", "dequantized", "forward"])
 def test_residual_is_that_of_the_recorder(block: str, delta: str) -> None:
     """One sequence and head, so that the recorder of the whole call sees the same rows."""
+    if (block, delta) == ("mx", "forward"):
+        pytest.skip("refused: test_recipes.py")
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 1, 150, 32, requires_grad=True) for _ in "qkv")
     recipe = AttentionRecipe(block=block, delta=delta)
@@ -87,7 +89,7 @@ def test_residual_is_that_of_the_recorder(block: str, delta: str) -> None:
         assert numbers["row_sum_residual"] < 1e-6 and recorded.value < 1e-6
     else:
         assert numbers["row_sum_residual"] == pytest.approx(recorded.value, rel=1e-3)
-        assert numbers["row_sum_residual"] > 1e-3
+        assert numbers["row_sum_residual"] > (1e-4 if delta == "forward" else 1e-3)
 
 
 def test_e_is_the_gap_between_the_rules() -> None:

@@ -202,7 +202,7 @@ def test_delta_matching_attention_saves_little(options: dict) -> None:
     )
 
 
-@pytest.mark.parametrize("recipe", ["stale_delta", "dequantized_delta"])
+@pytest.mark.parametrize("recipe", ["stale_delta", "dequantized_delta", "forward_delta"])
 def test_unmatched_rules_keep_the_output_itself(recipe: str) -> None:
     saved, o, _ = saved_by(recipe, is_causal=True)
     assert [t.data_ptr() for t in saved if t.shape == o.shape and t.dtype == o.dtype] == [
@@ -344,7 +344,7 @@ BAD_ARGUMENTS = {
     ),
     "recipe-name": (
         {"recipe": "delta"}, ValueError,
-        ["'delta'", "bf16, delta_matching, dequantized_delta, stale_delta"],
+        ["'delta'", "bf16, delta_matching, dequantized_delta, forward_delta, stale_delta"],
     ),
     "recipe-type": ({"recipe": 3}, TypeError, ["delta_matching", "AttentionRecipe", "got int"]),
     "backend": ({"backend": "cuda"}, ValueError, ["`backend` is 'cuda'", "None", "'reference'"]),

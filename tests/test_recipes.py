@@ -18,6 +18,7 @@ ATTENTION = {
     "delta_matching": ("128xD", "pow2", "matched", "e4m3", False, True, True),
     "stale_delta": ("128xD", "pow2", "stale", "e4m3", False, True, True),
     "dequantized_delta": ("128xD", "pow2", "dequantized", "e4m3", False, True, True),
+    "forward_delta": ("128xD", "pow2", "forward", "e4m3", False, True, True),
     "bf16": ("128xD", "pow2", "matched", "e4m3", False, True, False),
 }
 ATTENTION_FIELDS = "block descale delta do_format project_row_sum deterministic quantize".split()
@@ -37,7 +38,7 @@ def all_recipes() -> list[AttentionRecipe | LinearRecipe]:
     attention = itertools.product(
         formats.ATTENTION_BLOCKS,
         ("pow2", "fp32"),
-        ("matched", "stale", "dequantized"),
+        ("matched", "stale", "dequantized", "forward"),
         ("e4m3", "e5m2"),
         *[(False, True)] * 3,
     )
@@ -49,6 +50,8 @@ def all_recipes() -> list[AttentionRecipe | LinearRecipe]:
         for cls, product in ((AttentionRecipe, attention), (LinearRecipe, linear))
         for fields in product
         if not (fields[0] == "mx" and fields[1] == "fp32")
+        # Without quantisation every rule is the same number.
+        if not (fields[0] == "mx" and fields[2] == "forward" and fields[-1])
     ]
 
 
@@ -126,7 +129,7 @@ def test_from_name_unknown_field(cls) -> None:
     [
         (AttentionRecipe, "block", "64xD", ("'128xD'", "'1xD'", "'mx'")),
         (AttentionRecipe, "descale", "e8m0", ("'pow2'", "'fp32'")),
-        (AttentionRecipe, "delta", "fresh", ("'matched'", "'stale'", "'dequantized'")),
+        (AttentionRecipe, "delta", "fresh", ("'matched'", "'stale'", "'dequantized'", "'forward'")),
         (AttentionRecipe, "do_format", "E4M3", ("'e4m3'", "'e5m2'")),
         (AttentionRecipe, "project_row_sum", "yes", ("True", "False")),
         (AttentionRecipe, "deterministic", None, ("True", "False")),
@@ -167,6 +170,26 @@ def test_number_for_a_bool(value: float) -> None:
 def test_mx_refuses_fp32_descales(make) -> None:
     with pytest.raises(ValueError, match="'fp32'.*'mx'.*powers of two.*descale='pow2'"):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AttentionRecipe(block="mx", delta="forward"),
+        lambda: AttentionRecipe.from_name("forward_delta", block="mx"),
+        lambda: AttentionRecipe.from_dict({"block": "mx", "delta": "forward"}),
+    ],
+)
+def test_mx_refuses_the_forward_rule(make) -> None:
+    with pytest.raises(ValueError, match="'forward'.*'mx'.*another copy of V.*'128xD' or '1xD'"):
+        make()
+
+
+def test_two_terms() -> None:
+    assert [r.delta for r in ALL if getattr(r, "two_terms", False)]
+    for recipe in ALL:
+        if isinstance(recipe, AttentionRecipe):
+            assert recipe.two_terms is (recipe.delta == "forward" and recipe.quantize)
 
 
 @pytest.mark.parametrize("cls,name", NAMED)
@@ -281,10 +304,13 @@ def test_attention_str_mx() -> None:
 
 
 def test_attention_str_delta_and_projection() -> None:
-    shown = {d: str(AttentionRecipe(delta=d)) for d in ("matched", "stale", "dequantized")}
+    shown = {d: str(AttentionRecipe(delta=d)) for d in AttentionRecipe.DELTAS}
     assert "δ = Σ_j P·dP / (Σ_j P + P_sink)" in shown["matched"]
     assert "δ = rowsum(dO ∘ O)" in shown["stale"]
     assert "δ = rowsum(dÔ ∘ O)" in shown["dequantized"]
+    assert "δ = rowsum(dÔ ∘ O)" in shown["forward"] and "nearly matched" in shown["forward"]
+    terms = "P E4M3[2^8 after the running max] + E4M3[2^5 x what is left], V"
+    assert [d for d, text in shown.items() if terms in text] == ["forward"]
     assert all("mean key" not in text for text in shown.values())
     assert "mean key" in str(AttentionRecipe(project_row_sum=True))
     assert "high precision" in str(AttentionRecipe(quantize=False))

@@ -21,8 +21,9 @@ from attention_cases import (
 from torch import Tensor
 
 from hf_deltamatch import AttentionRecipe, numerics
+from hf_deltamatch.formats import ATTENTION_BLOCKS, E4M3
 from hf_deltamatch.ops.observe import record_row_sum
-from hf_deltamatch.reference import attention
+from hf_deltamatch.reference import attention, dequantize, quantize
 from hf_deltamatch.testing import assert_bitwise_equal, assert_close, rel_rms, row_sum_residual
 
 SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
@@ -42,10 +43,13 @@ ROW_SUM_CASES = {
 @pytest.mark.parametrize("case", ROW_SUM_CASES)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_delta_matching_attention_row_sum(block: str, case: str) -> None:
-    """2e-8 to 3e-8 with a matched δ; 3e-3 to 5e-3 dequantised; 5e-3 to 8e-3 stale."""
+    """2e-8 to 3e-8 with a matched δ; 2e-4 to 5e-4 from an O of two terms of P; 3e-3 to 5e-3
+    dequantised; 5e-3 to 8e-3 stale."""
     x = make_inputs(Shape(B=1, Tq=200, Tk=200), torch.float32 if case == "full" else torch.bfloat16)
     residual = {}
-    for delta in ("matched", "dequantized", "stale"):
+    for delta in ("matched", "forward", "dequantized", "stale"):
+        if (block, delta) == ("mx", "forward"):
+            continue
         recipe = AttentionRecipe(block=block, delta=delta)
         with record_row_sum() as recorded:
             run(*x, recipe=recipe, **ROW_SUM_CASES[case])
@@ -53,6 +57,23 @@ def test_delta_matching_attention_row_sum(block: str, case: str) -> None:
         residual[delta] = recorded.value
     assert residual["matched"] <= 1e-7
     assert 1e-3 <= residual["dequantized"] < residual["stale"]
+    if "forward" in residual:
+        assert 1e-4 < residual["forward"] < 0.12 * residual["dequantized"]
+
+
+@pytest.mark.parametrize("case", ["causal", "softcap-sinks"])
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_attention_bwd_forward_rule_lacks_the_bits_of_o(block: str, case: str) -> None:
+    """Its distance to the matched δ is O's rounding to BF16: 1.5e-3 to 1.6e-3; from the FP32 O of the
+    same forward it would be 1.0e-4 to 1.1e-4."""
+    options = {"softcap": 3.0, "sinks": SINKS[:2]} if "softcap" in case else {}
+    x = tuple(t.float() for t in numerics.make_inputs(2.0, seed=0, B=2, H=2, T=256, D=64))
+    fwd, forward, _ = hooked(*x, AttentionRecipe(block=block, delta="forward"), **options)
+    _, matched, _ = hooked(*x, AttentionRecipe(block=block), **options)
+    do = dequantize(*quantize(x[3], E4M3, ATTENTION_BLOCKS[block]), ATTENTION_BLOCKS[block])
+    unrounded = (do * fwd.o).sum(-1)
+    errors = [rel_rms(d, matched.delta) for d in (forward.delta, unrounded)]
+    assert errors[1] < 1.3e-4 and 1e-3 < errors[0] < 2e-3, errors
 
 
 def test_attention_bwd_row_sum_needs_the_sink_column() -> None:

@@ -149,7 +149,7 @@ def test_delta_matching_attention_gradcheck(case: str, return_lse: bool) -> None
     assert torch.autograd.gradcheck(attention, leaves)
 
 
-@pytest.mark.parametrize("delta", ["stale", "dequantized"])
+@pytest.mark.parametrize("delta", ["stale", "dequantized", "forward"])
 def test_delta_matching_attention_gradcheck_other_deltas(delta: str) -> None:
     """In exact arithmetic every δ rule is the same number, and the projection removes nothing."""
     recipe = AttentionRecipe(delta=delta, quantize=False, project_row_sum=True)
@@ -159,7 +159,7 @@ def test_delta_matching_attention_gradcheck_other_deltas(delta: str) -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -2.0])], ids=["no-sinks", "sinks"])
-@pytest.mark.parametrize("recipe", [*BLOCKS, "stale_delta", "bf16"])
+@pytest.mark.parametrize("recipe", [*BLOCKS, "stale_delta", "forward_delta", "bf16"])
 def test_delta_matching_attention_fully_masked_row(recipe: str, sinks: torch.Tensor | None) -> None:
     """Rows 0 to 9 see nothing, keys 290 on are seen by nobody; what they hold is NaN."""
     mask = causal(300, 300)

@@ -38,6 +38,21 @@ def test_the_table_of_the_examples() -> None:
     assert rates["lr 4.5e-3, QK-norm"] == 4.5e-3 and rates["lr 6e-3, no-QK-norm"] == 6e-3
 
 
+def test_the_delta_rules_of_the_examples() -> None:
+    """Its runs of MP and DM are runs of the table, by their keys: done once, they count for both."""
+    study, table = (load_study(TABLE.with_name(f"study_{n}.yaml")) for n in ("delta", "table"))
+    assert len(study.runs) == 4 * 3 * 2 == len({run.key for run in study.runs})
+    known = {run.key for run in table.runs}
+    assert {run.arm for run in study.runs if run.key in known} == {"MP", "DM"}
+    assert sum(run.key in known for run in study.runs) == 2 * 3 * 2
+    rules = {name: arm["attention"] for name, arm in study.arms.items() if name != "MP"}
+    assert {name: rule["delta"] for name, rule in rules.items()} == {
+        "DM": "matched",
+        "dequantized": "dequantized",
+        "forward": "forward",
+    }
+
+
 def test_arms_are_recipes() -> None:
     arms = {
         "MP": None,

@@ -115,6 +115,17 @@ def test_keys_of_files_without_second_stages_stay_as_they_were() -> None:
     assert all("then" not in r.config and "leave" not in r.config for r in table.runs)
 
 
+def test_delta_file_end_to_end(text, corpus, tmp_path) -> None:
+    study = parse_study(small("study_delta.yaml", text))
+    rows = {run.key: study_run.train(run, corpus, CPU) for run in study.runs}
+    found = report.write_report(study, rows, tmp_path, png=False)
+    for arms in found["settings"].values():
+        assert len({a["final_loss"]["mean"] for a in arms.values()}) == len(arms) == 4
+        residual = {name: a["residual"]["max"] for name, a in arms.items() if name != "MP"}
+        assert residual["DM"] < 1e-6 < residual["forward"] < residual["dequantized"]
+    assert len(found["claims"]) == 2 * len(study.claims)
+
+
 def test_linears_file_end_to_end(text, corpus, tmp_path) -> None:
     study = parse_study(small(LINEARS, text))
     rows = {run.key: study_run.train(run, corpus, CPU) for run in study.runs}

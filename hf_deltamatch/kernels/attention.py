@@ -9,7 +9,8 @@ Memory, per token and head at head_dim D (bytes; D padded to 16):
 * backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
   dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
 
-Block ``mx`` has launchers of its own: ``attention_mx_launch``.
+Block ``mx`` has launchers of its own: ``attention_mx_launch``. The Hopper kernels are of the backward,
+which is the same under every unmatched δ.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
         x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
         *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, BLOCK_DV=BDV,
-        **x.flags(), **c.launch(),
+        TWO_TERMS=x.recipe.two_terms, **x.flags(), **c.launch(),
     )  # fmt: skip
     return result
 

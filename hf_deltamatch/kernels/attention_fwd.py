@@ -9,7 +9,8 @@ short accumulators never see a long contraction. Reference: ``reference.attentio
 
 ``TILE``: one descale per 128 tokens, applied to the result of a product. Otherwise one per token;
 that of V rides in the exponent of P under a running maximum of its own (``r``, relative to m).
-``MX``: descales are E8M0 codes; see ``attention_mx``.
+``MX``: descales are E8M0 codes; see ``attention_mx``. ``TWO_TERMS``: P V in two FP8 products, of P as
+cast and of what that cast left, for a δ that is read off O.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_deltamatch.formats import P_REST_CAST_LOG2
 from hf_deltamatch.kernels.attention_mx import fwd_tile_mx
 from hf_deltamatch.kernels.casts import cast_e4m3, regroup_rows
 from hf_deltamatch.kernels.geometry import (
@@ -29,6 +31,24 @@ from hf_deltamatch.kernels.geometry import (
 from hf_deltamatch.kernels.logits import LN2, LOG2E, positive, tanh
 from hf_deltamatch.kernels.quantize_mx import row_codes
 
+REST = tl.constexpr(2.0**P_REST_CAST_LOG2)
+REST_DESCALE = tl.constexpr(2.0**-P_REST_CAST_LOG2)
+
+
+@triton.jit
+def _product_pv(p, vt, TWO_TERMS: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """``p [M, N] <= 256`` as one or two E4M3 terms, times ``vt [D, N]``: FP32."""
+    first = cast_e4m3(p, SOFT_CAST)
+    if TWO_TERMS:
+        # Exact in FP16, where two are multiplied at once.
+        known = (first.to(tl.float16) * REST).to(tl.float32)
+        rest = cast_e4m3(p * REST - known, SOFT_CAST)
+        # The smaller one first: the accumulator of the other then starts from it.
+        part = tl.dot(regroup_rows(rest), vt.T) * REST_DESCALE
+        return tl.dot(regroup_rows(first), vt.T, part)
+    else:
+        return tl.dot(regroup_rows(first), vt.T)
+
 
 @triton.jit
 def _fwd_tile(
@@ -36,7 +56,7 @@ def _fwd_tile(
     offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
-    MX: tl.constexpr,
+    MX: tl.constexpr, TWO_TERMS: tl.constexpr,
 ):  # fmt: skip
     if MX:
         return fwd_tile_mx(
@@ -49,6 +69,7 @@ def _fwd_tile(
             n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
             k_slot, offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
             softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, BLOCK_N, SOFT_CAST,
+            TWO_TERMS,
         )  # fmt: skip
 
 
@@ -58,6 +79,7 @@ def _fwd_tile_fp8(
     offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+    TWO_TERMS: tl.constexpr,
 ):  # fmt: skip
     """One key tile of the online softmax."""
     start = n * BLOCK_N
@@ -96,7 +118,7 @@ def _fwd_tile_fp8(
     if TILE:
         p = tl.exp2(s * c - (top - 8.0)[:, None])
         l = l * alpha + tl.sum(p, 1)
-        part = tl.dot(regroup_rows(cast_e4m3(p, SOFT_CAST)), vt.T) * v_tile
+        part = _product_pv(p, vt, TWO_TERMS, SOFT_CAST) * v_tile
         if MASKED:
             # A poisoned tile of V must not reach rows that see none of it.
             part = tl.where((tl.max(s, 1) > float("-inf"))[:, None] | (part == part), part, 0.0)
@@ -110,7 +132,7 @@ def _fwd_tile_fp8(
         r_new = tl.maximum(r + (m - top), tl.max(x, 1))
         r_top = tl.where(r_new == float("-inf"), 0.0, r_new)
         p = tl.exp2(x - (r_top - 8.0)[:, None])
-        part = tl.dot(regroup_rows(cast_e4m3(p, SOFT_CAST)), vt.T)
+        part = _product_pv(p, vt, TWO_TERMS, SOFT_CAST)
         acc = acc * tl.exp2(r + (m - top) - r_top)[:, None] + part
         r = r_new
     return m_new, l, r, acc
@@ -125,7 +147,7 @@ def _attention_fwd_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
-    MX: tl.constexpr = False,
+    MX: tl.constexpr = False, TWO_TERMS: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
     bh = tl.program_id(1)
@@ -176,7 +198,7 @@ def _attention_fwd_kernel(
             hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr,
             k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
             stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, BLOCK_N,
-            SOFT_CAST, MX,
+            SOFT_CAST, MX, TWO_TERMS,
         )  # fmt: skip
     if MASK == 0:
         for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
@@ -184,7 +206,7 @@ def _attention_fwd_kernel(
                 full_hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
-                SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST, MX,
+                SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST, MX, TWO_TERMS,
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
@@ -192,7 +214,7 @@ def _attention_fwd_kernel(
                 full_lo - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
-                SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST, MX,
+                SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST, MX, TWO_TERMS,
             )  # fmt: skip
     if TILE:
         l = l * 0.00390625  # 2⁻⁸, which P carries

@@ -98,7 +98,7 @@ def quantize_do(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Quantise dO ``[B, Hq, Tq, Dv]`` (any strides).
 
-    Under the two unmatched rules ``delta [B, Hq, Tq]`` is written too, from ``o``; under the matched
+    Under the unmatched rules ``delta [B, Hq, Tq]`` is written too, from ``o``; under the matched
     one, which does not read ``o``, it is left to the δ pass, as is ``shifted``.
 
     Returns:

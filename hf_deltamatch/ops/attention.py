@@ -2,7 +2,7 @@
 
 What is saved for the backward, per token and head at head_dim D with the default recipe: 3·D bytes
 of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, and 4 bytes of lse. The matched δ does not
-read the output, so it is not kept; the two rules that do keep the op's own, without a copy. The
+read the output, so it is not kept; the other rules do and keep the op's own, without a copy. The
 high-precision inputs are not kept.
 """
 

@@ -11,7 +11,8 @@ The softmax gradient has zero row sums: Σ_j dS_ij = 0. It holds when
 
 is taken from the *same* unquantised P and the *same* dP (``matched``). FlashAttention's
 rowsum(dO ∘ O) is equal only in exact arithmetic (``stale``): with e_i = δ_matched − δ_stale it adds
-e_i · P_i to dS_i and so e_i · Σ_j P_ij K_j, a mean key, to dQ_i.
+e_i · P_i to dS_i and so e_i · Σ_j P_ij K_j, a mean key, to dQ_i. ``dequantized`` and ``forward`` take
+rowsum(dÔ ∘ O); they differ in the forward's O.
 
 A gradient of lse adds P ∘ dlse to dS, which is the same as subtracting dlse from δ.
 """
@@ -242,7 +243,7 @@ def _delta(
     out, do = x.out, x.do_hp
     if recipe.quantize:
         out = out.to(torch.bfloat16)
-        if recipe.delta == "dequantized":
+        if recipe.delta != "stale":
             do = x.do.feat if x.do.row is None else x.do.feat * x.do.row[..., None]
     return (do.to(p.dtype) * out.to(p.dtype)).sum(-1)
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_deltamatch.formats import E4M3, MX_BLOCK, P_CAST_LOG2
+from hf_deltamatch.formats import E4M3, MX_BLOCK, P_CAST_LOG2, P_REST_CAST_LOG2
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.operands import Operand
 from hf_deltamatch.reference.quantize import round_trip, round_trip_blocks
@@ -81,7 +81,8 @@ def cast_p_forward(
     """Unnormalised P as product 2 reads it, and the softmax statistics.
 
     Each tile's P is cast after the running maximum at that tile and then rescaled to the final
-    one, which is what an online softmax does step by step.
+    one, which is what an online softmax does step by step. Where the recipe has two terms, ``p_cast``
+    is their sum, which FP32 holds exactly: product 2 is then two FP8 products.
 
     Returns:
         ``p_cast [..., n]`` with ``O = p_cast @ v.tok / l``; the final base-2 maximum ``m`` and
@@ -97,14 +98,23 @@ def cast_p_forward(
         p_cast = round_trip_blocks(p, E4M3, MX_BLOCK, -1)
         return _times(p_cast, rescale, block_n), m, l
     if v.fold is None:
-        p_cast = round_trip(p * 2.0**P_CAST_LOG2, E4M3)
+        p_cast = _cast_terms(p * 2.0**P_CAST_LOG2, recipe)
         return _times(p_cast, rescale * 2.0**-P_CAST_LOG2, block_n), m, l
     # One descale per token: that of V varies along the contraction; fold it under its own running maximum,
     # relative to m, so that a large logit does not absorb it. A zero token folds as 0.
     folded = (s2 - m) + v.fold.log2()[:, :, None, None, :]
     run, _ = running_max(folded, block_n, key_order)
-    p_cast = round_trip(torch.exp2(_minus(folded, run, block_n) + P_CAST_LOG2), E4M3)
+    p_cast = _cast_terms(torch.exp2(_minus(folded, run, block_n) + P_CAST_LOG2), recipe)
     return _times(p_cast, torch.exp2(run - P_CAST_LOG2), block_n), m, l
+
+
+def _cast_terms(p: Tensor, recipe: AttentionRecipe) -> Tensor:
+    """``p <= 256`` as one E4M3 term, or as two."""
+    first = round_trip(p, E4M3)
+    if not recipe.two_terms:
+        return first
+    rest = round_trip((p - first) * 2.0**P_REST_CAST_LOG2, E4M3)
+    return first + rest * 2.0**-P_REST_CAST_LOG2
 
 
 def _minus(s2: Tensor, per_tile: Tensor, block_n: int) -> Tensor:
