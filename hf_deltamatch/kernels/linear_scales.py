@@ -24,7 +24,7 @@ def _over_largest(amax, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(x, SOFT_CAST: tl.constexpr):
+def _reciprocal(x, SOFT_CAST: tl.constexpr, SHORT: tl.constexpr):
     """``1 / x`` of a normal number in [2⁻¹²⁶, 2¹²⁵), rounded to nearest as IEEE divides."""
     one = tl.zeros_like(x) + 1.0
     if SOFT_CAST:
@@ -34,6 +34,8 @@ def _reciprocal(x, SOFT_CAST: tl.constexpr):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
         y = tl.fma(tl.fma(-x, y, one), y, y)
+        if SHORT:
+            return y
         # The step rounds right from any approximation within a unit, but for this significand.
         bits = x.to(tl.int32, bitcast=True)
         special = (((253 - (bits >> 23)) << 23) | 1).to(tl.float32, bitcast=True)
@@ -47,11 +49,13 @@ def scales(
     POW2: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     FINITE: tl.constexpr = False,
+    SHORT: tl.constexpr = False,
 ):
     """Descale and factor of blocks whose largest magnitude has the bits ``top``.
 
     As integers, magnitudes sort like numbers and NaN comes last. A block that is not finite has
     descale NaN; its factor is 0 and that of no other block is (``FINITE``: whatever it may be).
+    ``SHORT``: magnitudes have at most 11 significant bits, as those of BF16 and FP16 do.
     """
     if not FINITE:
         bad = top >= 0x7F800000
@@ -64,7 +68,7 @@ def scales(
     else:
         descale = tl.maximum(_over_largest(amax, E5M2, SOFT_CAST), 1.1754943508222875e-38)
         descale = tl.where(top == 0, 1.0, descale)
-        factor = _reciprocal(descale, SOFT_CAST)
+        factor = _reciprocal(descale, SOFT_CAST, SHORT)
     if not FINITE:
         descale = tl.where(bad, float("nan"), descale)
         factor = tl.where(bad, 0.0, factor)
