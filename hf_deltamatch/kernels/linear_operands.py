@@ -108,8 +108,7 @@ class _Plan(NamedTuple):
     """What :func:`quantize_matrix` does with its like.
 
     ``swapped``: the transpose is read, so the sides are exchanged. ``args``: of the kernel, after its
-    pointers. ``amax``: tiles along the columns and along the rows, where the largest magnitudes are
-    collected first. ``pairs``: by the kernels of :mod:`linear_quantize_pairs`. ``seen``: of that
+    pointers. ``amax_args``: of the one that collects the largest magnitudes first, if one does. ``pairs``: by the kernels of :mod:`linear_quantize_pairs`. ``seen``: of that
     kernel and of the other (:func:`launch`).
     """
 
@@ -119,8 +118,7 @@ class _Plan(NamedTuple):
     pairs: bool
     args: tuple
     options: dict[str, int]
-    amax: tuple[int, int] | None
-    amax_args: tuple
+    amax_args: tuple | None
     seen: tuple[dict, dict]
 
 
@@ -170,8 +168,8 @@ def _plan(
         for name in ("amax", "quantize")
     )
     args = (R, C, row_tiles, column_tiles, *strides, *constants)
-    amax = (column_tiles, row_tiles) if block == ROW else None
-    return _Plan(sides, swapped, programs, pairs, args, options, amax, amax_args, seen)
+    amax_args = amax_args if block == ROW else None
+    return _Plan(sides, swapped, programs, pairs, args, options, amax_args, seen)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -202,7 +200,7 @@ def quantize_matrix(
     a = a and a.empty(fmt, device)
     b = b and b.empty(fmt, device)
     if plan.programs:
-        tops = (None, None) if plan.amax is None else _row_amax(x, a, b, plan)
+        tops = (None, None) if plan.amax_args is None else _row_amax(x, a, b, plan)
         pointers = (
             x,
             *((None, None) if a is None else a[:2]), tops[0],
@@ -215,13 +213,12 @@ def quantize_matrix(
 
 def _row_amax(x: Tensor, a: Operand | None, b: Operand | None, plan: _Plan) -> list[Tensor | None]:
     """Bits of the largest magnitude of each row and of each column; None where there is no side."""
-    parts = [
-        o and torch.empty(tiles, o.payload.shape[0], dtype=torch.int32, device=x.device)
-        for o, tiles in zip((a, b), plan.amax, strict=True)
-    ]
+    sizes = [0 if o is None else o.payload.shape[0] for o in (a, b)]
+    tops = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
+    tops = [None if o is None else t for o, t in zip((a, b), tops, strict=True)]
     kernel = _pairs_amax_kernel if plan.pairs else _tile_amax_kernel
-    launch(kernel, plan.programs, (x, *parts), plan.amax_args, plan.seen[0], **plan.options)
-    return [None if p is None else p.amax(0) for p in parts]
+    launch(kernel, plan.programs, (x, *tops), plan.amax_args, plan.seen[0], **plan.options)
+    return tops
 
 
 def dequantize(x: Operand, dtype: torch.dtype) -> Tensor:

@@ -350,12 +350,10 @@ def _pairs_amax_kernel(
         a, b = _row_tops(x0, x1, x2, x3, 1, HALF, SOFT_CAST)
         r = row_tile * 128 + i
         top = tl.reshape(_lines(_four(a, b, HALF), K), [128])
-        tl.store(rows_ptr + column_tile.to(tl.int64) * outer + r, top, mask=(r < outer) | EVEN)
+        tl.atomic_max(rows_ptr + r, top, mask=(r < outer) | EVEN, sem="relaxed")
     if columns_ptr is not None:
         outer_c = (C + 15) // 16 * 16
         top_c = largest(_largest_of_four(x0, x1, x2, x3, HALF, SOFT_CAST), 0, HALF, SOFT_CAST)
         top_c = tl.reshape(tl.join(low_bits(top_c, HALF), high_bits(top_c, HALF)), [128])
         c = column_tile * 128 + i
-        tl.store(
-            columns_ptr + row_tile.to(tl.int64) * outer_c + c, top_c, mask=(c < outer_c) | EVEN
-        )
+        tl.atomic_max(columns_ptr + c, top_c, mask=(c < outer_c) | EVEN, sem="relaxed")

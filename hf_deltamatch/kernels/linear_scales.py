@@ -20,20 +20,22 @@ def _over_largest(amax, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
         INVERSE: tl.constexpr = 1.0 / LARGEST
         inverse = tl.zeros_like(amax) + INVERSE
         quotient = amax * inverse
-        return tl.fma(tl.fma(-quotient, largest, amax), inverse, quotient)
+        # Not -quotient, which Triton subtracts from 0.
+        return tl.fma(tl.fma(quotient, -LARGEST + tl.zeros_like(amax), amax), inverse, quotient)
 
 
 @triton.jit
 def _reciprocal(x, SOFT_CAST: tl.constexpr, SHORT: tl.constexpr):
     """``1 / x`` of a normal number in [2⁻¹²⁶, 2¹²⁵), rounded to nearest as IEEE divides."""
-    one = tl.zeros_like(x) + 1.0
     if SOFT_CAST:
-        return tl.div_rn(one, x)
+        return tl.div_rn(tl.zeros_like(x) + 1.0, x)
     else:
+        # One Newton step.
         y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        y = tl.fma(tl.fma(-x, y, one), y, y)
+            "{.reg .f32 n, r, y; rcp.approx.ftz.f32 y, $1; neg.f32 n, $1;"
+            "fma.rn.f32 r, n, y, 0f3F800000; fma.rn.f32 $0, r, y, y;}",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
         if SHORT:
             return y
         # The step rounds right from any approximation within a unit, but for this significand.
