@@ -1,6 +1,7 @@
 """FP8 operands of a scaled GEMM: what they look like, and how matrices become them.
 
-The kernels are in :mod:`hf_deltamatch.kernels.linear_quantize`. What a call allocates and launches
+The kernels are in :mod:`hf_deltamatch.kernels.linear_quantize` and, for BF16 and FP16 in rows, in
+:mod:`hf_deltamatch.kernels.linear_quantize_pairs`. What a call allocates and launches
 follows from shapes, strides, dtypes and the recipe alone, and is worked out once for each: a layer
 that is small takes the host longer than the device.
 """
@@ -22,12 +23,11 @@ TILE = 128
 PROGRAM = {"num_warps": 4}
 """Launch options of the quantisers that take any matrix."""
 PAIRS = {"num_warps": 4, "maxnreg": 96}
-"""Launch options of those that read words of two neighbours, for one side: five programs a
-multiprocessor."""
+"""Of those that read words of two neighbours: five programs a multiprocessor."""
 PAIRS_BOTH = {"num_warps": 4, "maxnreg": 128}
-"""For both sides, which would spill with fewer registers: four programs."""
-ROWS_OF_WARP = {True: 8, False: 16}
-"""By whether rows are written: 32 over the rows that a warp reads at once, :mod:`linear_quantize_pairs`."""
+"""With blocks of their own along rows and columns, which would spill: four programs."""
+WORDS_OF_WARP = {True: 8, False: 16}
+"""By whether rows are written: 32 over the rows of a tile that a warp reads at once."""
 OUTER_ALIGN = 16
 """torch's scaled GEMM takes multiples of 16."""
 
@@ -156,8 +156,9 @@ def _plan(
     pairs = aligned and dtype.itemsize == 2 and max(R, C, strides[0]) < 2**24
     pairs = pairs and strides[1] == 1 and strides[0] % 2 == 0 and C % 2 == 0
     if pairs:
-        options = PAIRS_BOTH if rows and columns else PAIRS
-        words = ROWS_OF_WARP[rows] // options["num_warps"]
+        both = rows and columns and TILE_128 not in (block, columns_block)
+        options = PAIRS_BOTH if both else PAIRS
+        words = WORDS_OF_WARP[rows] // options["num_warps"]
         constants += (words,)
         amax_args += (SOFT_CAST, even, words)
     seen = tuple(

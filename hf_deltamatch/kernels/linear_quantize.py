@@ -4,7 +4,8 @@ Reference: :func:`hf_deltamatch.reference.quantize.quantize`. Launched by
 :mod:`hf_deltamatch.kernels.linear_operands`. FP8 tensor cores of Hopper contract the
 last axis of both operands, so a matrix ``x [R, C]`` is needed as itself where C is contracted and
 transposed where R is: ``rows`` is ``[R, C]`` with scales along C, ``columns`` ``[C, R]`` with scales
-along R. A program owns a tile of 128 x 128, read once.
+along R. A program owns a tile of 128 x 128, read once. Any dtype and strides;
+:mod:`hf_deltamatch.kernels.linear_quantize_pairs` is faster where it can be used.
 
 Payloads are padded with zeros, the outer axis to a multiple of 16, the contracted one to a multiple
 of 128; descales lie as torch's scaled GEMM wants them, see ``linear_operands.Operand``.

@@ -126,7 +126,8 @@ def _split_four(x):
 
 @triton.jit
 def _spread(factor, PARTS: tl.constexpr):
-    """``[32, PARTS]`` to words: ``[32, 1]`` or ``[32, 64]``."""
+    """``[32, PARTS]`` to words, ``[32, 64]``. By a reshape even of one part: Triton would rather
+    convert the words to the layout of a plain broadcast."""
     factor = tl.broadcast_to(factor[:, :, None], [32, PARTS, 64 // PARTS])
     return tl.reshape(factor, [32, 64])
 
@@ -249,12 +250,20 @@ def _write(
             x0, x1, x2, x3, f0, f1, f2, f3, left, right, E5M2, HALF, SOFT_CAST
         )
     else:
-        if ROWS:
+        # A tile that is not finite is all zeros, and known as such to the compiler: ptxas 12.8 joins
+        # the halves of a converted 0 with a register nothing wrote.
+        if ROWS and (FINITE or ROWS_BLOCK != "128x128"):
             c0 = _row_codes(x0, f0, E5M2, HALF, SOFT_CAST, FINITE)
             c1 = _row_codes(x1, f1, E5M2, HALF, SOFT_CAST, FINITE)
             c2 = _row_codes(x2, f2, E5M2, HALF, SOFT_CAST, FINITE)
             c3 = _row_codes(x3, f3, E5M2, HALF, SOFT_CAST, FINITE)
-        if COLUMNS:
+        elif ROWS:
+            c0 = tl.zeros([32, 64], tl.int16)
+            c1, c2, c3 = c0, c0, c0
+        if COLUMNS and not FINITE and COLUMNS_BLOCK == "128x128":
+            even = tl.zeros([32, 64], tl.int32)
+            odd = even
+        elif COLUMNS:
             if not FINITE:
                 keep = tl.where(left == 0.0, 0, 0xFFFF) | tl.where(right == 0.0, 0, -65536)
                 x0, x1, x2, x3 = x0 & keep, x1 & keep, x2 & keep, x3 & keep
