@@ -136,9 +136,46 @@ def test_quantize_matrix_dtypes_and_sides(block: str, dtype: torch.dtype, sides:
     check(values(140, 136, dtype).to(DEVICE), block, "e4m3", "pow2", sides)
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def words(x: Tensor) -> bool:
+    """Whether ``x`` is read as words of two neighbours."""
+    plan = lq._plan(
+        x.shape, x.stride(), x.dtype, lq.MX, lq.MX, torch.float8_e5m2, True, True, True,
+        x.data_ptr() % 4 == 0,
+    )  # fmt: skip
+    return plan.pairs
+
+
+@pytest.mark.parametrize("shape", [(300, 130), (1, 2), (37, 264), (256, 128)], ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("block", PAIRS, ids=str)
+@HALVES
+def test_quantize_words(block: str, fmt: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """NaN and infinity in either half of a word, subnormals, zeros of both signs."""
+    x = values(*shape)
+    x[3:5] = 3 * torch.finfo(dtype).smallest_normal * torch.rand(1, shape[1])
+    x[-2:, ::3] = -0.0
+    x = x.to(dtype)
+    assert words(x)
+    for kind in ("pow2", "pow2" if block == lq.MX else "fp32"):
+        check(x.to(DEVICE), block, fmt, kind)
+        x[shape[0] // 2, 1], x[-1, shape[1] // 2], x[0, 0] = NAN, INF, -INF
+
+
+@HALVES
+def test_which_are_read_as_words(dtype: torch.dtype) -> None:
+    x = torch.zeros(64, 130, dtype=dtype)
+    assert words(x) and words(x.t()) and words(x[:, 2:]) and words(x[::2, :64])
+    assert not words(x[:, 1:]) and not words(x[:, 1:129]) and not words(x[:, ::2])
+    assert not words(x[:, :129].contiguous()) and not words(x.float())
+
+
 LAYOUTS = {
     "transposed": lambda x: x.t().contiguous().t(),
     "sliced": lambda x: torch.cat([x, x], 1)[::2, 3 : 3 + x.shape[1]],
+    "sliced-evenly": lambda x: torch.cat([x, x], 1)[::2, 2 : 2 + x.shape[1]],
     "broadcast": lambda x: x[:, :1].expand_as(x),
     "constant": lambda x: x[:1, :1].expand_as(x),
 }
@@ -147,8 +184,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("sides", ["rows", "columns", "both"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", PAIRS, ids=str)
-def test_quantize_matrix_layouts(block: str, layout: str, sides: str) -> None:
-    x = LAYOUTS[layout](values(140, 72).to(DEVICE))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_quantize_matrix_layouts(block: str, layout: str, sides: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](values(140, 72, dtype).to(DEVICE))
     check(x, block, "e4m3", "fp32" if block != lq.MX else "pow2", sides)
 
 

@@ -194,9 +194,11 @@ def test_block_scales_of_weights_with_few_blocks() -> None:
 
 
 @triton.jit
-def _scales_kernel(top_ptr, descale_ptr, factor_ptr, E5M2: tl.constexpr):
+def _scales_kernel(
+    top_ptr, descale_ptr, factor_ptr, E5M2: tl.constexpr, SHORT: tl.constexpr = False
+):  # fmt: skip
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    descale, factor = scales(tl.load(top_ptr + at), E5M2, False, False)
+    descale, factor = scales(tl.load(top_ptr + at), E5M2, False, False, False, SHORT)
     tl.store(descale_ptr + at, descale)
     tl.store(factor_ptr + at, factor)
 
@@ -214,6 +216,19 @@ def test_descales_round_as_ieee_divides(fmt: str, exponent: int) -> None:
     descale, factor = torch.empty(2, 2**23, device=DEVICE)
     _scales_kernel[(2**13,)](top.to(DEVICE), descale, factor, fmt == "e5m2")
     exact = (top.view(FP32) / largest).clamp_min(2.0**-126)
+    assert_bitwise_equal(descale.cpu(), exact)
+    assert_bitwise_equal(factor.cpu(), exact.reciprocal())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_descales_of_every_short_magnitude(fmt: str, dtype: torch.dtype) -> None:
+    amax = torch.arange(2**15, dtype=torch.int16).view(dtype).float()
+    amax[~amax.isfinite()] = 0
+    descale, factor = torch.empty(2, 2**15, device=DEVICE)
+    _scales_kernel[(2**5,)](amax.view(torch.int32).to(DEVICE), descale, factor, fmt == "e5m2", True)
+    exact = (amax / formats.FORMATS[fmt].max).clamp_min(2.0**-126)
+    exact[amax == 0] = 1
     assert_bitwise_equal(descale.cpu(), exact)
     assert_bitwise_equal(factor.cpu(), exact.reciprocal())
 

@@ -1,6 +1,7 @@
 """FP8 operands of a scaled GEMM: what they look like, and how matrices become them.
 
-The kernels are in :mod:`hf_deltamatch.kernels.linear_quantize`. What a call allocates and launches
+The kernels are in :mod:`hf_deltamatch.kernels.linear_quantize` and, for BF16 and FP16 in rows, in
+:mod:`hf_deltamatch.kernels.linear_quantize_pairs`. What a call allocates and launches
 follows from shapes, strides, dtypes and the recipe alone, and is worked out once for each: a layer
 that is small takes the host longer than the device.
 """
@@ -16,10 +17,17 @@ from torch import Tensor
 from hf_deltamatch.formats import MX_BLOCK
 from hf_deltamatch.kernels.launch import SOFT_CAST, launch
 from hf_deltamatch.kernels.linear_quantize import _quantize_matrix_kernel, _tile_amax_kernel
+from hf_deltamatch.kernels.linear_quantize_pairs import _pairs_amax_kernel, _quantize_pairs_kernel
 
 TILE = 128
 PROGRAM = {"num_warps": 4}
-"""Launch options of the quantisers."""
+"""Launch options of the quantisers that take any matrix."""
+PAIRS = {"num_warps": 4, "maxnreg": 96}
+"""Of those that read words of two neighbours: five programs a multiprocessor."""
+PAIRS_BOTH = {"num_warps": 4, "maxnreg": 128}
+"""With blocks of their own along rows and columns, which would spill: four programs."""
+WORDS_OF_WARP = {True: 8, False: 16}
+"""By whether rows are written: 32 over the rows of a tile that a warp reads at once."""
 OUTER_ALIGN = 16
 """torch's scaled GEMM takes multiples of 16."""
 
@@ -100,16 +108,17 @@ class _Plan(NamedTuple):
     """What :func:`quantize_matrix` does with its like.
 
     ``swapped``: the transpose is read, so the sides are exchanged. ``args``: of the kernel, after its
-    pointers. ``amax``: tiles along the columns and along the rows, where the largest magnitudes are
-    collected first. ``seen``: of that kernel and of the other (:func:`launch`).
+    pointers. ``amax_args``: of the one that collects the largest magnitudes first, if one does. ``pairs``: by the kernels of :mod:`linear_quantize_pairs`. ``seen``: of that
+    kernel and of the other (:func:`launch`).
     """
 
     sides: tuple[_Side | None, _Side | None]
     swapped: bool
     programs: int
+    pairs: bool
     args: tuple
-    amax: tuple[int, int] | None
-    amax_args: tuple
+    options: dict[str, int]
+    amax_args: tuple | None
     seen: tuple[dict, dict]
 
 
@@ -124,7 +133,9 @@ def _plan(
     pow2: bool,
     rows: bool,
     columns: bool,
+    aligned: bool,
 ) -> _Plan:
+    """``aligned``: the matrix starts at a multiple of 4 bytes."""
     swapped = strides[1] != 1 and strides[0] == 1
     if swapped:
         # Its transpose is what lies in rows: the same kernel, with the two outputs exchanged.
@@ -137,16 +148,29 @@ def _plan(
         _Side.of(columns_block, C, R) if columns else None,
     )
     programs = row_tiles * column_tiles if rows or columns else 0
-    constants = (block, columns_block, pow2, SOFT_CAST, R % TILE == 0 and C % TILE == 0)
+    even = R % TILE == 0 and C % TILE == 0
+    constants = (block, columns_block, pow2, SOFT_CAST, even)
+    amax_args = (R, C, column_tiles, *strides)
+    options = PROGRAM
+    # Offsets inside a tile have 32 bits there.
+    pairs = aligned and dtype.itemsize == 2 and max(R, C, strides[0]) < 2**24
+    pairs = pairs and strides[1] == 1 and strides[0] % 2 == 0 and C % 2 == 0
+    if pairs:
+        both = rows and columns and TILE_128 not in (block, columns_block)
+        options = PAIRS_BOTH if both else PAIRS
+        words = WORDS_OF_WARP[rows] // options["num_warps"]
+        constants += (words,)
+        amax_args += (SOFT_CAST, even, words)
     seen = tuple(
         # R and row_tiles are not specialised.
-        _seen(name, dtype, fmt, rows, columns, R < 2**31, C, column_tiles, *strides, *constants)
+        _seen(
+            name, dtype, fmt, rows, columns, pairs, R < 2**31, C, column_tiles, *strides, *constants
+        )
         for name in ("amax", "quantize")
     )
     args = (R, C, row_tiles, column_tiles, *strides, *constants)
-    amax = (column_tiles, row_tiles) if block == ROW else None
-    amax_args = (R, C, column_tiles, *strides)
-    return _Plan(sides, swapped, programs, args, amax, amax_args, seen)
+    amax_args = amax_args if block == ROW else None
+    return _Plan(sides, swapped, programs, pairs, args, options, amax_args, seen)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,31 +193,33 @@ def quantize_matrix(
     contracting R; None for one not asked for. ``columns_block``: of the columns, if another than
     ``block``; 128x128 beside 1x128 or the other way round. ``x`` is read once, twice with ``row``."""
     plan = _plan(
-        x.shape, x.stride(), x.dtype, block, columns_block or block, fmt, pow2, rows, columns
-    )
+        x.shape, x.stride(), x.dtype, block, columns_block or block, fmt, pow2, rows, columns,
+        x.data_ptr() % 4 == 0,
+    )  # fmt: skip
     device = x.device
     a, b = plan.sides
     a = a and a.empty(fmt, device)
     b = b and b.empty(fmt, device)
     if plan.programs:
-        tops = (None, None) if plan.amax is None else _row_amax(x, a, b, plan)
+        tops = (None, None) if plan.amax_args is None else _row_amax(x, a, b, plan)
         pointers = (
             x,
             *((None, None) if a is None else a[:2]), tops[0],
             *((None, None) if b is None else b[:2]), tops[1],
         )  # fmt: skip
-        launch(_quantize_matrix_kernel, plan.programs, pointers, plan.args, plan.seen[1], **PROGRAM)
+        kernel = _quantize_pairs_kernel if plan.pairs else _quantize_matrix_kernel
+        launch(kernel, plan.programs, pointers, plan.args, plan.seen[1], **plan.options)
     return (b, a) if plan.swapped else (a, b)
 
 
 def _row_amax(x: Tensor, a: Operand | None, b: Operand | None, plan: _Plan) -> list[Tensor | None]:
     """Bits of the largest magnitude of each row and of each column; None where there is no side."""
-    parts = [
-        o and torch.empty(tiles, o.payload.shape[0], dtype=torch.int32, device=x.device)
-        for o, tiles in zip((a, b), plan.amax, strict=True)
-    ]
-    launch(_tile_amax_kernel, plan.programs, (x, *parts), plan.amax_args, plan.seen[0], **PROGRAM)
-    return [None if p is None else p.amax(0) for p in parts]
+    sizes = [0 if o is None else o.payload.shape[0] for o in (a, b)]
+    tops = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
+    tops = [None if o is None else t for o, t in zip((a, b), tops, strict=True)]
+    kernel = _pairs_amax_kernel if plan.pairs else _tile_amax_kernel
+    launch(kernel, plan.programs, (x, *tops), plan.amax_args, plan.seen[0], **plan.options)
+    return tops
 
 
 def dequantize(x: Operand, dtype: torch.dtype) -> Tensor:

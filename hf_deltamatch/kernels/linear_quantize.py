@@ -4,7 +4,8 @@ Reference: :func:`hf_deltamatch.reference.quantize.quantize`. Launched by
 :mod:`hf_deltamatch.kernels.linear_operands`. FP8 tensor cores of Hopper contract the
 last axis of both operands, so a matrix ``x [R, C]`` is needed as itself where C is contracted and
 transposed where R is: ``rows`` is ``[R, C]`` with scales along C, ``columns`` ``[C, R]`` with scales
-along R. A program owns a tile of 128 x 128, read once.
+along R. A program owns a tile of 128 x 128, read once. Any dtype and strides;
+:mod:`hf_deltamatch.kernels.linear_quantize_pairs` is faster where it can be used.
 
 Payloads are padded with zeros, the outer axis to a multiple of 16, the contracted one to a multiple
 of 128; descales lie as torch's scaled GEMM wants them, see ``linear_operands.Operand``.
@@ -223,8 +224,8 @@ def _largest(top):
 def _tile_amax_kernel(
     x_ptr, rows_ptr, columns_ptr, R, C, column_tiles, stride_r, stride_c,
 ):  # fmt: skip
-    """Bits of the largest magnitude of each row, ``[column_tiles, R padded]``, and of each column,
-    ``[row_tiles, C padded]``, of each tile."""
+    """Bits of the largest magnitude of each row, ``[R padded]``, and of each column, ``[C padded]``;
+    they start at 0."""
     pid = tl.program_id(0)
     row_tile = pid // column_tiles
     column_tile = pid % column_tiles
@@ -237,10 +238,8 @@ def _tile_amax_kernel(
         )
         if rows_ptr is not None:
             r = row_tile * 128 + 4 * tl.arange(0, 32) + j
-            at = column_tile.to(tl.int64) * outer + r
-            tl.store(rows_ptr + at, tl.max(m, 1), mask=r < outer)
+            tl.atomic_max(rows_ptr + r, tl.max(m, 1), mask=r < outer, sem="relaxed")
         top = tl.maximum(top, m)
     if columns_ptr is not None:
         c = column_tile * 128 + tl.arange(0, 128)
-        at = row_tile.to(tl.int64) * outer_c + c
-        tl.store(columns_ptr + at, tl.max(top, 0), mask=c < outer_c)
+        tl.atomic_max(columns_ptr + c, tl.max(top, 0), mask=c < outer_c, sem="relaxed")
