@@ -164,7 +164,7 @@ class Training:
                 nullcontext() if last else acc.no_sync(self.model),
                 self.monitor.step(self.step) if last else nullcontext(),
             ):
-                loss = self.model(**self.inputs(micro, rows.targets)).loss
+                loss = self.loss(micro, rows.targets)
                 acc.backward(loss * acc.num_processes)  # gradients are averaged over processes
             total += loss.detach()
         norm = acc.clip_grad_norm_(self.model.parameters(), o.clip)
@@ -180,6 +180,11 @@ class Training:
         self.meter.add(rows.ids.numel())
         return {**numbers, "tokens": self.tokens, "skipped": self.guard.skipped}
 
+    def loss(self, micro, targets: int) -> torch.Tensor:
+        """Accelerate puts the forward of a model under autocast, but not that of FSDP2."""
+        with self.accelerator.autocast():
+            return self.model(**self.inputs(micro, targets)).loss
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss of a token of the held-out rows."""
@@ -187,7 +192,7 @@ class Training:
         self.model.eval()
         rows = padded_share(self.held_out, acc.process_index, acc.num_processes, self.o.micro_batch)
         for micro in rows:
-            total += self.model(**self.inputs(micro, 1)).loss
+            total += self.loss(micro, 1)
         self.model.train()
         return float(acc.reduce(total)) / max(self.held_out.targets, 1)
 

@@ -337,6 +337,21 @@ def test_committed_configs_are_valid(path: Path) -> None:
         checked(pretrain.Options, yaml.safe_load(wrong))
 
 
+@pytest.mark.parametrize("arm", ["mp", "dm"])
+def test_autocast_is_the_script_s_own(monkeypatch, config, tmp_path: Path, arm: str) -> None:
+    """Accelerate's preparation for FSDP2 leaves the forward as it is: no activation was in BF16 then,
+    and the loss 0.2 % off after two steps on two GPUs."""
+    options = {"arm": arm, "linear": "blockwise", "precision": "bf16", "steps": 2}
+    pretrain.main(config("prepared", **options))
+    seen = []
+    monkeypatch.setattr(
+        pretrain.Accelerator, "prepare_model", lambda self, m, *a, **kw: seen.append(m) or m
+    )
+    pretrain.main(config("bare", **options))
+    assert len(seen) == 1
+    assert_same_run(tmp_path / "prepared", tmp_path / "bare")
+
+
 def test_sharded_parameters_are_cast_by_autocast_alone(monkeypatch, tmp_path: Path) -> None:
     """FSDP2 as Accelerate sets it up also sums gradients and returns the loss in BF16."""
     from types import SimpleNamespace
