@@ -83,6 +83,16 @@ def test_attention_table() -> None:
     assert table("attention, ms") == expected
 
 
+def test_plain_attention() -> None:
+    """ "0.52 to 0.82 of the speed of BF16 over the first seven shapes", by default."""
+    result = json.loads((RESULTS / "attention_plain_h200.json").read_text())
+    assert not result["hopper_kernels"]
+    assert [s["name"] for s in result["shapes"]] == list(table("attention, ms"))[:7]
+    speed = [s["rows"]["delta_matching"]["fwd_bwd_speedup"] for s in result["shapes"]]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(speed):.2f} to {max(speed):.2f} of the speed of BF16 over the first seven" in text
+
+
 def test_linear_table() -> None:
     """tokens × in × out | best BF16 | blockwise | speed-up"""
     expected = {}
@@ -138,6 +148,11 @@ def test_other_studies() -> None:
     expected = [gap(arms[n]) for n in ("FP8 linears", "FP8 FFN", "DM + FP8 linears")]
     expected += [gap(eight["DM"]), gap(four["DM"]), gap(eight["SD"]), gap(four["SD"])]
     assert re.findall(r"[+-]0\.\d{3} ± 0\.\d{3}", sentences) == expected
+    architectures = settings("architectures")
+    alone = [
+        "{mean:+.3f}".format(**arms["DM"]["gap"]) for arms in architectures.values() if "DM" in arms
+    ]
+    assert re.findall(r"[+-]0\.\d{3}(?! ±)", sentences) == alone
     first = [context[n]["MP"]["final_loss"]["values"] for n in context if "then" not in n]
     again = [f"{abs(a - b):.3f}" for a, b in zip(*first, strict=True)]
     assert f"differs from itself by {again[0]} and {again[1]} there" in sentences
