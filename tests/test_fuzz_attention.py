@@ -116,8 +116,10 @@ def check_attention(case: Attention, backend: str | None) -> None:
     )  # fmt: skip
     must, may = (poisoned_by(t, visible, case.G) for t in (tokens, reach))
     forward, backward = in_range(case, *clean.values(), dlse)
-    # Without quantisation an Inf is a number: a logit of −inf takes no probability.
+    # Without quantisation an Inf is a number: a logit of −inf takes no probability. So does one that
+    # is beyond FP32, and hides what is wrong with its value.
     visible_bad = case.recipe.quantize or (case.bad is not None and case.bad[2] != case.bad[2])
+    visible_bad = visible_bad and (forward or case.bad is None or case.bad[0] in "qk")
     for field in ("o", "lse", "dq", "dk", "dv", "dsinks"):
         r = getattr(result, field)
         if r is None:

@@ -17,9 +17,11 @@ from hf_deltamatch import fp8_linear
 LARGEST = 2.0**126
 
 
-def poisoned_by(which: str, at: tuple[int, int], sizes: tuple[int, int, int], tile: int) -> dict:
+def poisoned_by(
+    which: str, at: tuple[int, int], sizes: tuple[int, int, int], tile: int, tile_x: int
+) -> dict:
     """Rows and columns of each result that depend on element ``at`` of ``which``, where ``tile``
-    elements a side of the weight share a descale."""
+    elements a side of the weight share a descale, and ``tile_x`` features of x for grad_weight."""
     tokens, n_in, n_out = sizes
     out = {
         "output": torch.zeros(tokens, n_out, dtype=torch.bool),
@@ -30,7 +32,8 @@ def poisoned_by(which: str, at: tuple[int, int], sizes: tuple[int, int, int], ti
     row, col = at
     if which == "x":
         out["output"][row] = True
-        out["grad_weight"][:, col] = True
+        first = col // tile_x * tile_x
+        out["grad_weight"][:, first : first + tile_x] = True
     elif which == "dy":
         out["grad_input"][row] = True
         out["grad_weight"][col] = True
@@ -59,7 +62,8 @@ def test_linear(case: Linear) -> None:
         flat[at] = 0.0
         row = int(torch.arange(len(clean[which])).view(flat.shape[:-1])[at[:-1]])
         tile = 128 if case.recipe.scaling == "blockwise" else 1
-        bad = poisoned_by(which, (row, at[-1]), sizes, tile)
+        tile_x = 1 if case.recipe.grad_weight_hp else tile
+        bad = poisoned_by(which, (row, at[-1]), sizes, tile, tile_x)
     leaves = [tensors["x"], tensors["weight"], *([] if bias is None else [bias])]
     leaves = [t.detach().requires_grad_() for t in leaves]
     output = fp8_linear(*leaves, recipe=case.recipe)

@@ -201,8 +201,10 @@ def _model(
         )
     if arm.attention:
         set_attention_recipe(model, backend=backend)
-    swapped = len(swap_linears(model, backend=backend).swapped) if arm.linears else 0
-    return model, swapped
+    if not arm.linears:
+        return model, 0
+    report = swap_linears(model, backend=backend, fuse_gated=True)
+    return model, len(report.swapped)
 
 
 def _loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:

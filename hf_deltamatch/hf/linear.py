@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_deltamatch.hf import gated
 from hf_deltamatch.hf.experts import (
     experts_hard_reason,
     experts_recipe,
@@ -23,6 +24,7 @@ from hf_deltamatch.hf.experts import (
     swap_experts,
     unswap_experts,
 )
+from hf_deltamatch.hf.gated import is_gated, unfuse_module
 from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_rules import (
@@ -115,6 +117,7 @@ def swap_linears(
     include: Iterable[str] = (),
     modules_to_not_convert: Iterable[str] | None = None,
     layers: dict[str, str | LinearRecipe] | str | None = None,
+    fuse_gated: bool | None = None,
     backend: str | None = None,
 ) -> SwapReport:
     """Turn the linears of ``model`` into FP8 linears, in place.
@@ -141,6 +144,10 @@ def swap_linears(
         modules_to_not_convert: module patterns to leave.
         layers: module pattern to recipe, the most specific one wins; ``"bf16"`` leaves a module.
             ``"first_last_bf16"`` instead of a dict leaves the first and the last layer.
+        fuse_gated: True runs ``down_proj(silu(gate) * up)`` of feed-forward modules with Transformers'
+            usual forward as one op, which keeps nothing of the product for the backward
+            (:func:`hf_deltamatch.ops.fp8_gated_linear`); False undoes it, None leaves it as it is.
+            Not saved with the model. down_proj with hooks or a wrapper runs as before.
         backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what a module has (by device where
             none was ever named).
 
@@ -170,6 +177,7 @@ def swap_linears(
         layers=named_layers("swap_linears: `layers`", layers, model, linear_modules(model)),
     )
     report = swap_by_plan(model, plan, backend)
+    report.notes += _gated(model, fuse_gated)
     if isinstance(filter_fn, AutoFilter) and filter_fn.note is not None:
         report.notes.append(filter_fn.note)
     update_saved_config(model)
@@ -269,6 +277,22 @@ def swap_by_plan(
     return report
 
 
+def _gated(model: nn.Module, fuse: bool | None) -> list[str]:
+    """Fuse or undo; what to know of it."""
+    modules = [m for m in model.modules() if is_gated(m)]
+    if fuse is False:
+        for module in modules:
+            unfuse_module(module)
+    if not fuse:
+        return []
+    left = gated.fuse_gated(model)
+    reasons = Counter(left.values())
+    return [
+        f"{len(modules) - len(left)} gated feed-forward modules keep nothing of their product",
+        *(f"{n} gated feed-forward modules are not fused: {why}" for why, n in reasons.items()),
+    ]
+
+
 def low_precision_note(modules: Iterable[nn.Module]) -> list[str]:
     """Master weights in BF16 lose small updates; FP8 arithmetic asks for none of it."""
     weights = (m.down_proj if is_experts(m) else m.weight for m in modules)
@@ -312,6 +336,7 @@ def _extended(module: nn.Module) -> str | None:
 
 
 def _unswap(module: nn.Module) -> bool:
+    unfuse_module(module)
     if is_experts(module):
         return unswap_experts(module)
     if type(module) not in _UNSWAP:

@@ -79,10 +79,20 @@ def linear_bwd(
     rows, columns = quantize(dy, recipe, "dy", rows=weight is not None, columns=x is not None)
     dx = dw = None
     if weight is not None:
-        dx = gemm(rows, quantize(weight, recipe, "weight", columns=True)[1], dy.dtype)
+        dx = grad_input(rows, weight, dy.dtype, recipe)
     if x is not None:
         dw = gemm(columns, x, dtype)
     return dx, dw
+
+
+def grad_input(dy: Operand, weight: Tensor, dtype: torch.dtype, recipe: LinearRecipe) -> Tensor:
+    """``[tokens, in]`` in ``dtype``, from dy's rows."""
+    return gemm(dy, quantize(weight, recipe, "weight", columns=True)[1], dtype)
+
+
+def grad_weight(dy: Operand, x: Tensor, dtype: torch.dtype, recipe: LinearRecipe) -> Tensor:
+    """``[out, in]`` in ``dtype``, from dy's columns and the input in high precision."""
+    return gemm(dy, quantize(x, recipe, "x", columns=True)[1], dtype)
 
 
 def input_shapes(tokens: int, n_in: int, recipe: LinearRecipe) -> tuple[tuple, tuple]:

@@ -3,6 +3,7 @@
 from hf_deltamatch.ops.attention import delta_matching_attention
 from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
 from hf_deltamatch.ops.experts import fp8_experts_linear
+from hf_deltamatch.ops.gated import fp8_gated_linear
 from hf_deltamatch.ops.linear import fp8_linear
 
 __all__ = [
@@ -10,5 +11,6 @@ __all__ = [
     "attention_fwd",
     "delta_matching_attention",
     "fp8_experts_linear",
+    "fp8_gated_linear",
     "fp8_linear",
 ]

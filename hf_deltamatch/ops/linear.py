@@ -27,7 +27,7 @@ from hf_deltamatch.recipes import LinearRecipe
 
 
 @functools.cache
-def _kernels():
+def linear_kernels():
     """The launchers, imported where they run: only they need Triton."""
     from hf_deltamatch.kernels import linear
 
@@ -44,7 +44,7 @@ def linear_fwd(
     observe.CALLS["linear_fwd"] += 1
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
-        output, saved = _kernels().linear_fwd(x, weight, bias, save_input, decoded)
+        output, saved = linear_kernels().linear_fwd(x, weight, bias, save_input, decoded)
         saved = saved and saved[:2]
     else:
         assert backend == "reference", backend
@@ -67,7 +67,7 @@ def saved_shapes(tokens: int, n_in: int, recipe: str, backend: str) -> tuple[tup
     """Shapes of the FP8 input that :func:`linear_fwd` saves, and of its descale."""
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
-        return _kernels().saved_shapes(tokens, n_in, decoded)
+        return linear_kernels().saved_shapes(tokens, n_in, decoded)
     return (tokens, n_in), decoded.token_blocks[1].descale_shape(tokens, n_in)
 
 
@@ -78,7 +78,7 @@ def linear_quantize(
     """Payload and descale of ``x [tokens, in]`` as the forward reads it and, with ``save_input``, as
     grad_weight does (else two empty tensors); for kernels only. Apart from the product, so that
     torch.compile makes one of the equal calls of linears that share their input."""
-    rows, columns = _kernels().quantize(
+    rows, columns = linear_kernels().quantize(
         x, LinearRecipe.decode(recipe), "x", rows=True, columns=save_input
     )
     saved = (x.new_empty(0), x.new_empty(0)) if columns is None else columns[:2]
@@ -87,7 +87,7 @@ def linear_quantize(
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_quantize")
 def _(x, save_input, recipe):
-    shapes = _kernels().input_shapes(*x.shape, LinearRecipe.decode(recipe))
+    shapes = linear_kernels().input_shapes(*x.shape, LinearRecipe.decode(recipe))
     saved = saved_shapes(*x.shape, recipe, "triton") if save_input else None
     empty = lambda shape, dtype: x.new_empty(shape, dtype=dtype)
     made = [empty(s, t) for s, t in zip(shapes, (torch.float8_e4m3fn, torch.float32), strict=True)]
@@ -108,7 +108,7 @@ def linear_fwd_quantized(
 ) -> Tensor:
     """``output [tokens, out]`` in ``dtype`` from what :func:`linear_quantize` returned first."""
     observe.CALLS["linear_fwd"] += 1
-    decoded, k = LinearRecipe.decode(recipe), _kernels()
+    decoded, k = LinearRecipe.decode(recipe), linear_kernels()
     rows = k.input_operand(x_fp8, x_descale, tokens, weight.shape[1], decoded)
     return k.linear_fwd_quantized(rows, weight, bias, dtype, decoded)
 
@@ -124,7 +124,7 @@ def linear_bwd_input(dy: Tensor, weight: Tensor, recipe: str, backend: str) -> T
     observe.CALLS["linear_bwd_input"] += 1
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
-        return _kernels().linear_bwd(dy, weight, None, None, decoded)[0]
+        return linear_kernels().linear_bwd(dy, weight, None, None, decoded)[0]
     assert backend == "reference", backend
     return reference.linear_bwd_input(dy, weight, decoded).to(dy.dtype)
 
@@ -148,7 +148,7 @@ def linear_bwd_weight(
     observe.CALLS["linear_bwd_weight"] += 1
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
-        k = _kernels()
+        k = linear_kernels()
         saved = k.saved_input(x_fp8, x_descale, dy.shape[0], n_in, decoded)
         return k.linear_bwd(dy, None, saved, dtype, decoded)[1]
     assert backend == "reference", backend
@@ -175,7 +175,7 @@ def linear_bwd(
     assert backend == "triton", backend
     observe.CALLS["linear_bwd_input"] += 1
     observe.CALLS["linear_bwd_weight"] += 1
-    decoded, k = LinearRecipe.decode(recipe), _kernels()
+    decoded, k = LinearRecipe.decode(recipe), linear_kernels()
     saved = k.saved_input(x_fp8, x_descale, dy.shape[0], weight.shape[1], decoded)
     return k.linear_bwd(dy, weight, saved, dtype, decoded)
 

@@ -2,6 +2,7 @@
 
 from hf_deltamatch.reference.attention import AttentionForward, attention_fwd
 from hf_deltamatch.reference.attention_bwd import AttentionBackward, attention_bwd
+from hf_deltamatch.reference.gated import gated, gated_bwd
 from hf_deltamatch.reference.linear import (
     linear_bwd_input,
     linear_bwd_weight,
@@ -18,6 +19,8 @@ __all__ = [
     "attention_bwd",
     "attention_fwd",
     "dequantize",
+    "gated",
+    "gated_bwd",
     "linear_bwd_input",
     "linear_bwd_weight",
     "linear_bwd_weight_hp",
