@@ -8,6 +8,8 @@ subclass; parameters, names and state stay.
 from __future__ import annotations
 
 import functools
+import inspect
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,8 +57,11 @@ def is_gated(module: nn.Module) -> bool:
     """A gated feed-forward with SiLU and the usual forward, fused or not."""
     if isinstance(module, FusedGated):
         return True
-    code = getattr(type(module).forward, "__code__", None)
-    if code is None or (code.co_code, code.co_names) != (_CODE.co_code, _CODE.co_names):
+    forward = inspect.getattr_static(type(module), "forward", None)  # a scripted one is no function
+    if not isinstance(forward, FunctionType):
+        return False
+    code = forward.__code__
+    if (code.co_code, code.co_names) != (_CODE.co_code, _CODE.co_names):
         return False
     return isinstance(getattr(module, "act_fn", None), _SILU) and "forward" not in vars(module)
 
