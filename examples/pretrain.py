@@ -41,6 +41,8 @@ from hf_deltamatch.training.metrics import MetricsFile, read_metrics
 from hf_deltamatch.training.options import Options, parse_options
 from hf_deltamatch.training.samplers import Sampler, padded_share, share
 
+CHECKPOINT_FILES = ("model.safetensors", "config.json", "optimizer.pt", "progress.pt", "random.pt")
+
 
 def build_model(o: Options, **changes) -> PreTrainedModel:
     """A new model drawn from the seed, or a pretrained one; FP32 weights. ``changes`` go into its
@@ -208,19 +210,18 @@ class Training:
             "sampler": self.sampler.state_dict(),
         }
         if self.accelerator.is_main_process:
-            files = {
-                "model.safetensors": lambda path: st.save_model(model, path),
-                "config.json": lambda path: path.write_text(self.model_config.to_json_string()),
-                "optimizer.pt": lambda path: torch.save(optimizers, path),
-                "progress.pt": lambda path: torch.save(progress, path),
-                "random.pt": lambda path: torch.save(random, path),
-            }
+            writers = (
+                lambda path: st.save_model(model, path),
+                lambda path: path.write_text(self.model_config.to_json_string()),
+                *(lambda path, x=x: torch.save(x, path) for x in (optimizers, progress, random)),
+            )
+            files = dict(zip(CHECKPOINT_FILES, writers, strict=True))
             tr.write_checkpoint(output, self.step, files, run=self.run, keep=self.o.keep)
         self.accelerator.wait_for_everyone()
 
     def resume(self, folder: Path) -> None:
         """Raises CheckpointError, with the file's name, for what is damaged or not of this run."""
-        tr.read_manifest(folder, self.run)
+        tr.read_manifest(folder, self.run, CHECKPOINT_FILES)
         st.load_model(self.model, folder / "model.safetensors")
         st.load_optimizers(self.model, self.optimizers, folder / "optimizer.pt")
         load = lambda name: torch.load(folder / name, map_location="cpu", weights_only=True)

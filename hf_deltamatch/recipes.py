@@ -51,7 +51,7 @@ class _Recipe:
             ValueError: unknown name (the message lists the known ones) or unknown value.
             TypeError: unknown field.
         """
-        if name not in cls.NAMES:
+        if not isinstance(name, str) or name not in cls.NAMES:
             known = ", ".join(sorted(cls.NAMES))
             raise ValueError(
                 f"Unknown {cls.KIND} recipe {name!r}. Known names: {known}.{_variant(name)}"
@@ -87,8 +87,13 @@ class _Recipe:
     @classmethod
     def from_dict(cls: type[R], fields: dict) -> R:
         """Inverse of :meth:`to_dict`. An unknown field raises: it would change the numerics."""
+        if not isinstance(fields, dict):
+            raise TypeError(
+                f"{cls.__name__}.from_dict: `fields` is {fields!r}; it must be the dict that to_dict "
+                "wrote."
+            )
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - known)
+        unknown = sorted(str(k) for k in set(fields) - known)
         if unknown:
             raise ValueError(
                 f"{cls.__name__}: unknown field {', '.join(unknown)}; this version knows "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny_models import (
     batch,
     build,
@@ -268,6 +269,47 @@ def test_config_refuses_family(family: str, saved) -> None:
     with count_calls() as calls:
         logits(model)
     assert calls["linear_fwd"] == len(fp8_linears(model)) > 0
+
+
+def test_apply_to_where_the_attention_is_out_of_reach() -> None:
+    """T5's encoder and decoder have copies of the config, which set_attn_implementation does not reach."""
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, dropout_rate=0.0)
+    )
+    classes = [type(m) for m in model.modules()]
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="does not reach the attention modules of T5ForCond"):
+        DeltaMatchConfig().apply_to(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert model.config._attn_implementation == before
+    assert not any("fp8_recipe" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("model", [None, 3, nn.Linear])
+def test_apply_to_what_is_no_model(model) -> None:
+    with pytest.raises(TypeError, match="DeltaMatchConfig.apply_to: `model` is .*torch.nn.Module"):
+        DeltaMatchConfig().apply_to(model)
+
+
+def test_apply_to_a_module_without_a_config() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(TypeError, match="without a config of Transformers.*swap_linears"):
+        DeltaMatchConfig(attention=None).apply_to(model)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("given", [None, [], 3, "delta_matching"])
+def test_from_dict_of_what_is_no_dict(given) -> None:
+    with pytest.raises(TypeError, match="from_dict.*to_dict"):
+        DeltaMatchConfig.from_dict(given)
 
 
 def test_apply_to_that_fails_leaves_the_model_as_it_was() -> None:

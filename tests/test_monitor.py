@@ -4,6 +4,7 @@ training."""
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -248,3 +249,23 @@ def test_nothing_of_ours_is_nothing_to_see() -> None:
     assert monitor.pop() == {}
     with pytest.raises(ValueError, match="max_tokens 100.*multiple of 128"):
         Monitor(max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    "options", [{"interval": "5"}, {"interval": None}, {"interval": 1.5}, {"layers": "2"},
+                {"interval": True}, {"max_tokens": 100}],
+)  # fmt: skip
+def test_wrong_arguments(options: dict) -> None:
+    with pytest.raises(ValueError, match="Monitor: .*all are integers"):
+        Monitor(**options)
+    for step in ("1", None, 1.0, True):
+        with pytest.raises(TypeError, match="Monitor.step: `step` is"), Monitor(1).step(step):
+            pass
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_nan_of_a_layer_is_the_largest(values: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter(values)
+    monkeypatch.setattr("hf_deltamatch.monitor.measure", lambda _: {"e_rel": next(found)})
+    numbers = Monitor(1, layers=2)._measure([object(), object()])
+    assert math.isnan(numbers["attention/e_rel"])

@@ -355,3 +355,15 @@ def test_linear_str(recipe, first, output, grad_input, grad_weight) -> None:
     assert "output      = x Wᵀ" in lines[1] and output in lines[1]
     assert "grad_input  = dy W" in lines[2] and grad_input in lines[2]
     assert "grad_weight = dyᵀ x" in lines[3] and grad_weight in lines[3]
+
+
+@pytest.mark.parametrize("cls", [AttentionRecipe, LinearRecipe])
+def test_what_is_no_name_and_no_dict(cls) -> None:
+    for name in ([], None, 3, {}):
+        with pytest.raises(ValueError, match="Unknown .* recipe"):
+            cls.from_name(name)
+    for fields in ([1], None, "delta"):
+        with pytest.raises(TypeError, match="from_dict: `fields` is"):
+            cls.from_dict(fields)
+    with pytest.raises(ValueError, match="unknown field 1, a"):
+        cls.from_dict({1: 1, "a": 2})

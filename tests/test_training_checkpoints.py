@@ -19,6 +19,7 @@ from hf_deltamatch.training import (
     write_checkpoint,
 )
 from hf_deltamatch.training import state as st
+from hf_deltamatch.training.metrics import read_metrics
 
 RUN = {"arm": "dm", "betas": (0.9, 0.95)}
 FILES = {"a.bin": lambda p: p.write_bytes(b"a" * 1000), "b.txt": lambda p: p.write_text("b")}
@@ -145,3 +146,41 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     st.save_model(st.model_state(build("llama")), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors: its tensors are not those"):
         st.load_model(build("llama", num_hidden_layers=1), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda m: m.pop("files"), "no, or no valid, `files`: damaged"),
+        (lambda m: m.update(files=[1]), "no, or no valid, `files`: damaged"),
+        (lambda m: m.pop("run"), "no, or no valid, `run`: damaged"),
+        (lambda m: m.update(step="4"), "no, or no valid, `step`: damaged"),
+        (lambda m: m["files"].update(a=3), "no size and SHA-256 of a: damaged"),
+        (lambda m: m["files"].pop("a"), "does not name a: damaged"),
+    ],
+)
+def test_a_damaged_manifest(tmp_path: Path, damage, words: str) -> None:
+    write = lambda path: path.write_text("x")
+    folder = write_checkpoint(tmp_path, 4, {"a": write}, run={})
+    assert read_manifest(folder, {}, ["a"])["step"] == 4
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    damage(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"manifest.json: {words}"):
+        read_manifest(folder, {}, ["a"])
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"7", b'{"loss": 3}', b"[1]", b"{"])
+def test_a_damaged_line_of_metrics(tmp_path: Path, line: bytes) -> None:
+    """In the middle it is named, for what stands behind it would be lost; at the end a process was
+    killed while it wrote."""
+    row = b'{"step": 1}'
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([row, line, row]))
+    with pytest.raises(
+        CheckpointError, match="metrics.jsonl: line 2 is no JSON object with a step"
+    ):
+        read_metrics(path)
+    path.write_bytes(b"\n".join([row, line]))
+    assert read_metrics(path) == [{"step": 1}]

@@ -105,6 +105,11 @@ class DeltaMatchConfig(QuantizationConfigMixin):
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs
     ) -> DeltaMatchConfig | tuple[DeltaMatchConfig, dict]:
         """From what :meth:`to_dict` wrote, perhaps in a newer version: unknown keys only warn."""
+        if not isinstance(config_dict, dict):
+            raise TypeError(
+                f"DeltaMatchConfig.from_dict: `config_dict` is {config_dict!r}; it must be the dict that "
+                "to_dict wrote."
+            )
         unknown = sorted(set(config_dict) - {*_FIELDS, *_HEADER, "backend"})
         _check_header(dict(config_dict))
         if unknown:
@@ -177,7 +182,7 @@ def _check_header(kwargs: dict) -> None:
             f"DeltaMatchConfig: quant_method is {method!r}; this class reads {QUANT_METHOD!r}."
         )
     version = kwargs.pop("format_version", FORMAT_VERSION)
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
             f"DeltaMatchConfig: format_version is {version!r}; this hf_deltamatch reads 1 to "
             f"{FORMAT_VERSION}. Upgrade hf_deltamatch to load this checkpoint."

@@ -11,6 +11,7 @@ import copy
 import warnings
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -27,6 +28,7 @@ from hf_deltamatch.hf.modules import (
     attention_modules,
     is_ours,
     plain_implementation,
+    require_module,
     set_attention_recipe,
 )
 from hf_deltamatch.hf.running import (
@@ -38,6 +40,7 @@ from hf_deltamatch.hf.running import (
     running,
     would_run,
 )
+from hf_deltamatch.hf.snapshot import snapshot
 from hf_deltamatch.recipes import LinearRecipe
 
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
@@ -76,6 +79,13 @@ class DeltaMatchQuantizer(HfQuantizer):
             self.swap_report = swap_by_plan(model, plan, config.backend)
         if config.attention is not None:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
+            if not any(is_ours(m) for m in attention_modules(model).values()):
+                raise ValueError(
+                    f"DeltaMatchConfig: model.set_attn_implementation does not reach the attention "
+                    f"modules of {type(model).__name__}, whose configs are copies. Build or load it "
+                    f'with attn_implementation="{ATTN_IMPLEMENTATION}" and use set_attention_recipe '
+                    "and swap_linears, or choose attention=None."
+                )
             layers = layers_of(config, model, "attention")
             set_attention_recipe(model, config.attention, layers, config.backend)
 
@@ -89,13 +99,21 @@ class DeltaMatchQuantizer(HfQuantizer):
 
     def apply_to(self, model: nn.Module) -> nn.Module:
         """See :meth:`DeltaMatchConfig.apply_to`."""
-        before = {k: vars(model)[k] for k in _MARKS if k in vars(model)}
+        require_module("DeltaMatchConfig.apply_to", model)
+        if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+            raise TypeError(
+                f"DeltaMatchConfig.apply_to: `model` is a {type(model).__name__} without a config of "
+                "Transformers, which this one would become part of. Call swap_linears(model) for the "
+                "linears of any module."
+            )
+        before, restore = {k: vars(model)[k] for k in _MARKS if k in vars(model)}, snapshot(model)
         for mark in before:
             delattr(model, mark)  # so that nothing follows the steps on the way
         try:
             plan = self._plan(model)
             self._apply(model, plan)
         except Exception:
+            restore()
             vars(model).update(before)
             raise
         if self.quantization_config.linear is None:

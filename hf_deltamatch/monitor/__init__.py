@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -34,10 +35,11 @@ class Monitor:
     """
 
     def __init__(self, interval: int = 200, *, layers: int = 2, max_tokens: int = 1024) -> None:
-        if interval < 0 or layers < 1 or max_tokens < 1 or max_tokens % 128:
+        whole = all(type(n) is int for n in (interval, layers, max_tokens))
+        if not whole or interval < 0 or layers < 1 or max_tokens < 1 or max_tokens % 128:
             raise ValueError(
-                f"Monitor: interval {interval}, layers {layers}, max_tokens {max_tokens}; interval is "
-                "not negative, layers at least 1, max_tokens a multiple of 128."
+                f"Monitor: interval {interval!r}, layers {layers!r}, max_tokens {max_tokens!r}; all are "
+                "integers, interval not negative, layers at least 1, max_tokens a multiple of 128."
             )
         self.interval, self.layers, self.max_tokens = interval, layers, max_tokens
         self._turn = 0
@@ -48,7 +50,13 @@ class Monitor:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one forward and backward."""
+        """Around one forward and backward.
+
+        Raises:
+            TypeError: ``step`` is no integer.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"Monitor.step: `step` is {step!r}; it must be an integer.")
         if not self.due(step):
             yield
             return
@@ -76,7 +84,8 @@ class Monitor:
             for name, value in measure(found).items():
                 out[f"attention/{name}/layer_{layer:02d}"] = value
                 worst = f"attention/{name}"
-                out[worst] = max(out.get(worst, value), value)
+                so_far = out.get(worst, value)
+                out[worst] = value if math.isnan(value) or value > so_far else so_far
         return out
 
 

@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 FORMAT = "hf_deltamatch.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_FIELDS = {"step": int, "run": dict, "files": dict}
 _PREFIX, _PARTIAL = "checkpoint-", ".partial-"
 
 Writer = Callable[[Path], None]
@@ -79,11 +80,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in found if p.name.removeprefix(_PREFIX).isdigit())
 
 
-def read_manifest(checkpoint: Path, run: dict | None = None) -> dict:
+def read_manifest(checkpoint: Path, run: dict | None = None, files: Collection[str] = ()) -> dict:
     """The manifest of a checkpoint after every file was checked against it.
 
     Args:
         run: what is about to go on; None checks the files alone.
+        files: names that the manifest must have.
 
     Raises:
         CheckpointError: no manifest or one of another format, a file that is missing, truncated or
@@ -105,8 +107,16 @@ def read_manifest(checkpoint: Path, run: dict | None = None) -> dict:
             f"{path}: `format_version` is {manifest.get('format_version')}; this version reads "
             f"{FORMAT_VERSION}. Use the version of hf-deltamatch that wrote it."
         )
+    wrong = [k for k, kind in _FIELDS.items() if not isinstance(manifest.get(k), kind)]
+    if wrong:
+        raise CheckpointError(f"{path}: no, or no valid, `{wrong[0]}`: damaged. {_OTHER}")
     for name, fact in manifest["files"].items():
+        if not isinstance(fact, dict) or not {"bytes", "sha256"} <= fact.keys():
+            raise CheckpointError(f"{path}: no size and SHA-256 of {name}: damaged. {_OTHER}")
         _check_file(checkpoint / name, fact)
+    missing = sorted(set(files) - manifest["files"].keys())
+    if missing:
+        raise CheckpointError(f"{path}: does not name {missing[0]}: damaged. {_OTHER}")
     if run is not None and manifest["run"] != _json(run):
         differ = _differences(manifest["run"], _json(run))
         raise CheckpointError(

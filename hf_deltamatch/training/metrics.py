@@ -7,6 +7,8 @@ import math
 import os
 from pathlib import Path
 
+from hf_deltamatch.training.checkpoints import CheckpointError
+
 
 class MetricsFile:
     """Appends to ``path`` after dropping lines beyond step ``after``."""
@@ -26,11 +28,24 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Rows of a metrics file; a last line cut short by a killed process is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    """Rows of a metrics file; a last line cut short by a killed process is left out.
+
+    Raises:
+        CheckpointError: a line that is no row, other than the last; names the file and the line.
+    """
+    if not path.is_file():
+        return []
+    rows, lines = [], path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            raise CheckpointError(
+                f"{path}: line {number} is no JSON object with a step: {bytes(line[:60])!r}. The rows "
+                "behind it would be lost; take the line out, or name another output folder."
+            )
     return rows
