@@ -142,7 +142,8 @@ def to_markdown(report: dict, image: str | None = None) -> str:
     lines.append(
         f"{runs['present']} of {runs['planned']} runs. Loss: mean of a run's last steps, nats per "
         f"token; mean ± standard deviation over seeds. Gap: to {report['baseline']}, paired over seeds "
-        "(same weights, same data). Residual: row-sum residual of dS, median over steps and seeds."
+        "(same weights, same data). Residual: row-sum residual of dS, median over steps and seeds. "
+        "Tokens/s: of runs that share a device with others, so nothing that arms can be compared by."
     )
     lines += ["", *_facts(report), ""]
     for setting, arms in report["settings"].items():
