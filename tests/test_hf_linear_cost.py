@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import (
@@ -46,18 +49,18 @@ def test_the_default_tokens_are_8192() -> None:
 
 def test_few_tokens_leave_what_does_not_pay() -> None:
     """Launches and the weight's quantisation cost the same for any number of tokens."""
-    report = swap_linears(llama_8b(), filter_fn="auto", tokens=1280)
+    report = swap_linears(llama_8b(), filter_fn="auto", tokens=4096)
     assert ends(report.swapped) == {"gate_proj", "up_proj", "down_proj"}
     reason = report.skipped["model.layers.0.self_attn.k_proj"]
     assert reason == (
-        "BF16 is about as fast: predicted 200 µs in FP8, 60 µs in BF16, 1280 tokens a call"
+        "BF16 is no slower: predicted 1167 µs in FP8, 217 µs in BF16, 4096 tokens a call"
     )
-    assert "k_proj: BF16 is about as fast" in str(report)
+    assert "k_proj: BF16 is no slower" in str(report)
 
 
 def test_a_tiny_model_has_nothing_that_pays() -> None:
     model = build("llama")
-    with pytest.raises(ValueError, match="BF16 is about as fast: predicted 200 µs in FP8, 60 µs"):
+    with pytest.raises(ValueError, match="BF16 is no slower: predicted 1167 µs in FP8, 217 µs"):
         swap_linears(model, filter_fn="auto")
     assert not fp8_linears(model)
 
@@ -65,24 +68,46 @@ def test_a_tiny_model_has_nothing_that_pays() -> None:
 def test_prediction_adds_up() -> None:
     """Two products at one rate, one at another, and the bytes of every quantiser."""
     t, i, o = 16384, 4096, 14336
-    flops = 2.0 * t * i * o
+    flops, copy = 2.0 * t * i * o, HOPPER.quantise
+    plain, over_tokens = HOPPER.fp8["blockwise"]
     p = predict(t, i, o, LinearRecipe(), HOPPER)
-    assert p.bf16 == pytest.approx(3 * flops / 730e12)
+    assert p.bf16 == pytest.approx(3 * flops / HOPPER.bf16)
     moved = t * (i + o) * (2 + 2) + i * o * (2 * 2 + 2)
-    gemms = 2 * flops / 1150e12 + flops / 934e12
-    assert p.fp8 == pytest.approx(gemms + moved / (0.7 * 4.2e12))
+    assert p.fp8 == pytest.approx(2 * flops / plain + flops / over_tokens + moved / copy)
     rowwise = predict(t, i, o, LinearRecipe("rowwise"), HOPPER)
     moved = t * (i + o) * (4 + 2) + i * o * (4 * 2 + 2)
-    assert rowwise.fp8 == pytest.approx(3 * flops / 1181e12 + moved / (0.7 * 4.2e12))
+    rates = HOPPER.fp8["rowwise"]
+    assert rowwise.fp8 == pytest.approx(2 * flops / rates[0] + flops / rates[1] + moved / copy)
     hp = predict(t, i, o, LinearRecipe(grad_weight_hp=True), HOPPER)
     moved = t * (i + o) * 3 + i * o * 6
-    gemms = 2 * flops / 1150e12 + flops / 730e12
-    assert hp.fp8 == pytest.approx(gemms + moved / (0.7 * 4.2e12))
+    assert hp.fp8 == pytest.approx(2 * flops / plain + flops / HOPPER.bf16 + moved / copy)
     frozen = predict(t, i, o, LinearRecipe(), HOPPER, trains=False)
-    assert frozen.bf16 == pytest.approx(2 * flops / 730e12) and frozen.fp8 < p.fp8
+    assert frozen.bf16 == pytest.approx(2 * flops / HOPPER.bf16) and frozen.fp8 < p.fp8
     wide = predict(t, i, o, LinearRecipe(), HOPPER, weight_bytes=4)
-    assert wide.fp8 - p.fp8 == pytest.approx(4 * i * o / (0.7 * 4.2e12))
+    assert wide.fp8 - p.fp8 == pytest.approx(4 * i * o / copy)
     assert not predict(t, i, o, LinearRecipe.from_name("mx"), HOPPER).pays  # emulated there
+
+
+def test_rates_are_those_of_the_committed_results() -> None:
+    path = Path(__file__).parent.parent / "examples" / "benchmarks" / "linear_h200.json"
+    measured = Rates.from_results(json.loads(path.read_text()))
+    assert HOPPER.fp8.keys() == measured.fp8.keys()
+    for name, rates in measured.fp8.items():
+        assert HOPPER.fp8[name] == pytest.approx(rates, rel=2e-3)
+    for name in ("bf16", "quantise", "host_bf16", "host_fp8"):
+        assert getattr(HOPPER, name) == pytest.approx(getattr(measured, name), rel=2e-3), name
+
+
+def test_the_host_counts_where_the_device_waits_for_it() -> None:
+    """Narrow layers among wide ones: their launches are hidden behind what the device has to do. An
+    AutoFilter looks anew at every model."""
+    filter_fn = AutoFilter(16384)
+    narrow = nn.ModuleList([nn.Linear(4096, 1024, device="meta", dtype=torch.bfloat16)])
+    for _ in range(2):
+        report = swap_linears(llama_8b(), filter_fn=filter_fn)
+        assert {"q_proj", "k_proj", "v_proj", "o_proj"} < ends(report.swapped)
+        with pytest.raises(ValueError, match="BF16 is no slower: predicted 1167 µs in FP8, 610 µs"):
+            swap_linears(narrow, filter_fn=filter_fn)
 
 
 def test_the_measured_shapes_pay() -> None:
@@ -94,18 +119,18 @@ def test_the_measured_shapes_pay() -> None:
 
 def test_the_weight_counts() -> None:
     """Frozen, it has no grad_weight; in FP32, it is longer to read."""
-    one = AutoFilter(1024, HOPPER)
+    one = AutoFilter(1024, HOPPER._replace(host_bf16=60e-6, host_fp8=200e-6))
     layer = nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16)
     of = lambda module: one.reason(module, LinearRecipe())
     trained, wide = of(layer), of(nn.Linear(4096, 4096, device="meta"))
-    assert "141 µs in BF16" in trained and "94 µs in BF16" in of(layer.requires_grad_(False))
+    assert "152 µs in BF16" in trained and "102 µs in BF16" in of(layer.requires_grad_(False))
     assert wide == trained  # the host's time is the longer one
-    fast_host = AutoFilter(1024, HOPPER._replace(host_fp8=0.0))
+    fast_host = AutoFilter(512, HOPPER._replace(host_bf16=0.0, host_fp8=0.0))
     reasons = [
         fast_host.reason(nn.Linear(4096, 4096, device="meta", dtype=d), LinearRecipe())
         for d in (torch.bfloat16, torch.float32)
     ]
-    assert reasons[0] != reasons[1]
+    assert None not in reasons and reasons[0] != reasons[1]
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "8192"])
@@ -125,7 +150,7 @@ def test_other_filters_are_refused() -> None:
 
 def test_what_is_named_is_swapped_and_words_combine() -> None:
     """`include` beats the prediction, which uses each layer's own recipe."""
-    report = swap_linears(llama_8b(), filter_fn="auto", tokens=1280, include=["*.k_proj"])
+    report = swap_linears(llama_8b(), filter_fn="auto", tokens=4096, include=["*.k_proj"])
     assert ends(report.swapped) == {"gate_proj", "up_proj", "down_proj", "k_proj"}
     report = swap_linears(llama_8b(), filter_fn="auto", tokens=16384, layers={"*.up_proj": "mx"})
     assert ends(report.skipped) == {"up_proj", "lm_head"}
@@ -169,7 +194,7 @@ def test_twice() -> None:
     """FP8 linears that a second call leaves are plain again."""
     model = llama_8b()
     swap_linears(model)
-    report = swap_linears(model, filter_fn="auto", tokens=1280)
+    report = swap_linears(model, filter_fn="auto", tokens=4096)
     assert set(fp8_linears(model)) == set(report.swapped) and len(report.swapped) == 6
     assert unswap_linears(model) == 6 and type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
@@ -209,4 +234,4 @@ def test_experts() -> None:
     report = swap_linears(mixture(4, 4096), filter_fn="auto", tokens=65536)
     assert name in report.swapped
     report = swap_linears(mixture(64, 4096), filter_fn="auto", tokens=1024, include=["*.q_proj"])
-    assert report.skipped[name].startswith("BF16 is about as fast: predicted")
+    assert report.skipped[name].startswith("BF16 is no slower: predicted")

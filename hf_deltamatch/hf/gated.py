@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from types import FunctionType
 from typing import Any
 
@@ -80,19 +81,26 @@ def why_not(down: nn.Module) -> str | None:
     return "down_proj has hooks" if any(hooks) else None
 
 
-def fuse_gated(model: nn.Module) -> dict[str, str]:
-    """Fuse what can be; the names of gated modules that are left, with the reason."""
-    left = {}
-    for name, module in model.named_modules():
-        if not is_gated(module):
-            continue
-        reason = why_not(module.down_proj)
-        if reason is not None:
-            left[name] = reason
+def choose_gated(model: nn.Module, fuse: bool | None) -> list[str]:
+    """Fuse what can be (False undoes it, None changes nothing); what to know of it."""
+    if fuse is None:
+        return []
+    modules = [m for m in model.modules() if is_gated(m)]
+    reasons: Counter[str] = Counter()
+    for module in modules:
+        reason = why_not(module.down_proj) if fuse else ""
+        if reason is None:
+            if not isinstance(module, FusedGated):
+                module.__class__ = _fused(type(module))
+        else:
             unfuse_module(module)
-        elif not isinstance(module, FusedGated):
-            module.__class__ = _fused(type(module))
-    return left
+            reasons[reason] += 1
+    if not fuse:
+        return []
+    return [
+        f"{len(modules) - reasons.total()} gated feed-forward modules keep nothing of their product",
+        *(f"{n} gated feed-forward modules are not fused: {why}" for why, n in reasons.items()),
+    ]
 
 
 def unfuse_module(module: nn.Module) -> None:

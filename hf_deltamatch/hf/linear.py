@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_deltamatch.hf import gated
 from hf_deltamatch.hf.experts import (
     experts_hard_reason,
     experts_recipe,
@@ -24,7 +23,7 @@ from hf_deltamatch.hf.experts import (
     swap_experts,
     unswap_experts,
 )
-from hf_deltamatch.hf.gated import is_gated, unfuse_module
+from hf_deltamatch.hf.gated import choose_gated, unfuse_module
 from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_rules import (
@@ -177,7 +176,7 @@ def swap_linears(
         layers=named_layers("swap_linears: `layers`", layers, model, linear_modules(model)),
     )
     report = swap_by_plan(model, plan, backend)
-    report.notes += _gated(model, fuse_gated)
+    report.notes += choose_gated(model, fuse_gated)
     if isinstance(filter_fn, AutoFilter) and filter_fn.note is not None:
         report.notes.append(filter_fn.note)
     update_saved_config(model)
@@ -227,16 +226,22 @@ def plan_linears(
             reason = "was not in FP8 before; name a recipe to swap it"
         if reason is not None:
             return reason
-        chosen = recipe_of(module) if kept else base
         if pattern is not None:
-            chosen = per_layer[pattern]
-        if isinstance(filter_fn, AutoFilter):
-            return (None if included else filter_fn.reason(module, chosen)) or chosen
-        if filter_fn is not None and not filter_fn(module, name):
-            return "filter_fn returned False"
-        return chosen
+            return per_layer[pattern]
+        return recipe_of(module) if kept else base
 
-    return {name: decide(name, module) for name, module in linears.items()}
+    plan = {name: decide(name, module) for name, module in linears.items()}
+    if filter_fn is None:
+        return plan
+    chosen = {name: r for name, r in plan.items() if not isinstance(r, str)}
+    if isinstance(filter_fn, AutoFilter):
+        filter_fn.look_at((linears[name], recipe) for name, recipe in chosen.items())
+        for name, recipe in chosen.items():
+            if not asked.matching(name):
+                plan[name] = filter_fn.reason(linears[name], recipe) or recipe
+        return plan
+    left_out = [name for name in chosen if not filter_fn(linears[name], name)]
+    return plan | dict.fromkeys(left_out, "filter_fn returned False")
 
 
 def swap_by_plan(
@@ -275,22 +280,6 @@ def swap_by_plan(
         module.fp8_backend = backend or getattr(module, "fp8_backend", None)
     report.notes = low_precision_note([model.get_submodule(n) for n in report.swapped])
     return report
-
-
-def _gated(model: nn.Module, fuse: bool | None) -> list[str]:
-    """Fuse or undo; what to know of it."""
-    modules = [m for m in model.modules() if is_gated(m)]
-    if fuse is False:
-        for module in modules:
-            unfuse_module(module)
-    if not fuse:
-        return []
-    left = gated.fuse_gated(model)
-    reasons = Counter(left.values())
-    return [
-        f"{len(modules) - len(left)} gated feed-forward modules keep nothing of their product",
-        *(f"{n} gated feed-forward modules are not fused: {why}" for why, n in reasons.items()),
-    ]
 
 
 def low_precision_note(modules: Iterable[nn.Module]) -> list[str]:

@@ -1,16 +1,19 @@
 """``swap_linears(..., filter_fn="auto")``: is a layer faster in FP8 than in BF16, by a small model.
 
-Time of a forward with both gradients of one layer, the larger of two:
+Time of a forward with both gradients of one layer:
 
 * device: 2·tokens·in·out FLOPs a product over the rate of the GEMM, and for FP8 the bytes that the
   quantisers read and write over the rate at which they do;
-* host: what launching takes, whatever the size. It is the larger one for small layers or few tokens.
+* host: what launching takes, whatever the size. Where all linears of a model together keep the device
+  longer than the host, it is hidden behind it; else a layer takes the larger of its two times. (A step
+  that is recorded as a CUDA graph has none: rates of 0.)
 
 A layer is swapped where BF16 is predicted to take at least :data:`MARGIN` times as long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,21 +74,18 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    # One H200, torch 2.11 (CUDA 13.0), Triton 3.6, medians: products of 8192³ in BF16, with block
-    # scales 1x128·128x128 and 1x128·1x128, and rowwise without fast accumulation; a copy runs at
-    # 4.2 TB/s. Not measured yet: that the quantisers reach 0.7 of it, and the host times, which are
-    # counted from launches (3 and 7 kernels, and what autograd and the ops add). `bench linear`
-    # measures all of them: `Rates.from_results`. mx is emulated there by BF16 products.
+    # One H200, torch 2.11 (CUDA 13.0), Triton 3.6: `Rates.from_results` of
+    # examples/benchmarks/linear_h200.json. mx is emulated there by BF16 products.
     (9, 0): Rates(
-        bf16=730e12,
+        bf16=676e12,
         fp8={
-            "blockwise": (1150e12, 934e12),
-            "rowwise": (1181e12, 1181e12),
-            "mx": (730e12, 730e12),
+            "blockwise": (1139e12, 1131e12),
+            "rowwise": (1346e12, 1206e12),
+            "mx": (481e12, 408e12),
         },
-        quantise=0.7 * 4.2e12,
-        host_bf16=60e-6,
-        host_fp8=200e-6,
+        quantise=3.61e12,
+        host_bf16=217e-6,
+        host_fp8=1167e-6,
     ),
 }
 NEAREST = (9, 0)
@@ -190,21 +190,35 @@ class AutoFilter:
                     f"filter_fn='auto' has no rates for what is here ({here}); it chose by those of "
                     "capability {}.{}".format(*NEAREST)
                 )
-        self.rates = rates
+        self.rates = self._used = rates
+
+    def look_at(self, chosen: Iterable[tuple[nn.Module, LinearRecipe]]) -> None:
+        """At all that could be swapped, before :meth:`reason` of each: is the host the slower one?"""
+        self._used = self.rates._replace(host_bf16=0.0, host_fp8=0.0)
+        waits = host = 0.0
+        for module, recipe in chosen:
+            if recipe.scaling not in self.rates.fp8:
+                continue
+            p = self.predict(module, recipe)
+            waits += min(p)
+            host += self.rates.host_fp8 if p.pays else self.rates.host_bf16
+        if host >= waits:
+            self._used = self.rates
+
+    def predict(self, module: nn.Module, recipe: LinearRecipe) -> Prediction:
+        """Of a linear, or of the experts of a mixture."""
+        of = self._predict_experts if is_experts(module) else self._predict
+        return of(module, recipe)
 
     def reason(self, module: nn.Module, recipe: LinearRecipe) -> str | None:
         """Why BF16 is no slower for a module, or None."""
         if recipe.scaling not in self.rates.fp8:
             return f"there are no rates for recipe {recipe.name!r}"
-        p = (
-            self._predict_experts(module, recipe)
-            if is_experts(module)
-            else self._predict(module, recipe)
-        )
+        p = self.predict(module, recipe)
         if p.pays:
             return None
         return (
-            f"BF16 is about as fast: predicted {1e6 * p.fp8:.0f} µs in FP8, {1e6 * p.bf16:.0f} µs in "
+            f"BF16 is no slower: predicted {1e6 * p.fp8:.0f} µs in FP8, {1e6 * p.bf16:.0f} µs in "
             f"BF16, {self.tokens} tokens a call"
         )
 
@@ -214,7 +228,7 @@ class AutoFilter:
             in_features(module),
             out_features(module),
             recipe,
-            self.rates,
+            self._used,
             weight_bytes=module.weight.element_size(),
             trains=module.weight.requires_grad,
         )
@@ -232,13 +246,13 @@ class AutoFilter:
                 weight.shape[2],
                 weight.shape[1],
                 recipe,
-                self.rates,
+                self._used,
                 weight_bytes=weight.element_size(),
                 trains=weight.requires_grad,
             )
             fp8 += count * one.fp8
             # `one` is no faster than the host's launches, of which a grouped product has one set.
             product = 2.0 * rows * weight.shape[1] * weight.shape[2]
-            products = (3 if weight.requires_grad else 2) * product / self.rates.bf16
-            bf16 += max(count * products, self.rates.host_bf16)
+            products = (3 if weight.requires_grad else 2) * product / self._used.bf16
+            bf16 += max(count * products, self._used.host_bf16)
         return Prediction(bf16, fp8)
