@@ -35,7 +35,7 @@ def feed_forwards(model) -> list:
     return [layer.mlp for layer in model.model.layers]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "olmo2", "smollm3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "qwen2", "smollm3"])
 def test_the_same_loss_and_gradients(model_type: str) -> None:
     plain, fused = tiny(model_type), tiny(model_type)
     hf_deltamatch.swap_linears(plain)

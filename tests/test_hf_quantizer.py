@@ -272,7 +272,8 @@ def test_config_refuses_family(family: str, saved) -> None:
 
 
 def test_apply_to_where_the_attention_is_out_of_reach() -> None:
-    """T5's encoder and decoder have copies of the config, which set_attn_implementation does not reach."""
+    """T5 has copies of its config, which set_attn_implementation does not reach (Transformers 5.17); it
+    has no attention interface in 5.4."""
     sizes = {
         "vocab_size": 64,
         "d_model": 32,
@@ -286,7 +287,7 @@ def test_apply_to_where_the_attention_is_out_of_reach() -> None:
     )
     classes = [type(m) for m in model.modules()]
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match="does not reach the attention modules of T5ForCond"):
+    with pytest.raises(ValueError, match="does not (reach|use) the attention"):
         DeltaMatchConfig().apply_to(model)
     assert [type(m) for m in model.modules()] == classes
     assert model.config._attn_implementation == before
