@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from tiny_models import (
     batch,
     build,
@@ -271,23 +270,16 @@ def test_config_refuses_family(family: str, saved) -> None:
     assert calls["linear_fwd"] == len(fp8_linears(model)) > 0
 
 
-def test_apply_to_where_the_attention_is_out_of_reach() -> None:
-    """T5 has copies of its config, which set_attn_implementation does not reach (Transformers 5.17); it
-    has no attention interface in 5.4."""
-    sizes = {
-        "vocab_size": 64,
-        "d_model": 32,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0)
-    )
+def test_apply_to_where_the_attention_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of T5 in Transformers 5.17, whose encoder and decoder have copies of the config; found after
+    the linears were swapped."""
+    model = build("llama")
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)
     classes = [type(m) for m in model.modules()]
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match="does not (reach|use) the attention"):
+    with pytest.raises(
+        ValueError, match="does not reach the attention modules of LlamaForCausalLM"
+    ):
         DeltaMatchConfig().apply_to(model)
     assert [type(m) for m in model.modules()] == classes
     assert model.config._attn_implementation == before
