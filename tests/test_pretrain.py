@@ -299,7 +299,7 @@ def test_tensorboard_is_written(config, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--arm", "xx"], "`arm` is 'xx'; allowed values are 'mp', 'sd', 'dm'"),
-        (["--lr", "fast"], "`lr` is 'fast'; it is float"),
+        (["--lr", "fast"], "`lr` is 'fast'; it must be a number"),
         (["--batch-size", "0"], "`batch_size` is 0"),
         ([], "`model` is missing"),
         (["--optimizer", "sgd", "--model", "x"], "'adamw', 'muon'"),

@@ -217,11 +217,15 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
     args = vars(parser.parse_args(argv))
     config = args.pop("config")
     try:
-        values = {} if config is None else read_yaml(config)
-        values |= {n: yaml.safe_load(v) for n, v in args.items() if v is not None}
-        return kind(**checked(kind, values))
+        where = "options"
+        flags = checked(kind, {n: yaml.safe_load(v) for n, v in args.items() if v is not None})
+        where = config or where
+        values = {} if config is None else checked(kind, read_yaml(config))
+        if config is not None and flags:
+            where = f"{config} with the flags"
+        return kind(**(values | flags))
     except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
-        parser.error(f"{config or 'options'}: {error}")
+        parser.error(f"{where}: {error}")
 
 
 def field_docs(kind: type[Options]) -> dict[str, str]:
@@ -260,6 +264,9 @@ def checked(kind: type[Options], values: dict) -> dict:
     return out
 
 
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
 def _as(name: str, value: Any, hint: Any) -> Any:
     if hint is Any:
         return value
@@ -270,7 +277,7 @@ def _as(name: str, value: Any, hint: Any) -> Any:
         hint = next(k for k in kinds if k is not types.NoneType)
     if typing.get_origin(hint) is list:
         if not isinstance(value, list):
-            raise ValueError(f"`{name}` is {value!r}; it is a list, as [a, b].")
+            raise ValueError(f"`{name}` is {value!r}; it must be a list, as [a, b].")
         return [_as(name, v, typing.get_args(hint)[0]) for v in value]
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
@@ -281,6 +288,6 @@ def _as(name: str, value: Any, hint: Any) -> Any:
             pass
     if type(value) is not hint:
         raise ValueError(
-            f"`{name}` is {value!r}; {'true or false' if hint is bool else f'it is {hint.__name__}'}."
+            f"`{name}` is {value!r}; it must be {_WORDS.get(hint, f'of type {hint.__name__}')}."
         )
     return value
