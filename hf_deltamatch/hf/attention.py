@@ -112,7 +112,8 @@ def _refuse(dropout: float, kwargs: dict) -> None:
     if dropout:
         raise NotImplementedError(
             f"fp8_delta_matching: attention dropout is {dropout}; it is not implemented. Set the "
-            "model's attention dropout to 0 (config.attention_dropout = 0.0), or use "
+            "model's attention dropout to 0 before it is built (config.attention_dropout = 0.0; in other "
+            "configs attn_pdrop, attention_probs_dropout_prob, dropout_rate), or use "
             'attn_implementation="sdpa".'
         )
     for name, value in kwargs.items():
