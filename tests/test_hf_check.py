@@ -3,6 +3,7 @@ an error."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tiny_models import (
     use,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_deltamatch import (
     AttentionRecipe,
@@ -29,7 +30,11 @@ from hf_deltamatch import (
     swap_linears,
 )
 from hf_deltamatch.diagnostics import count_calls
-from hf_deltamatch.hf.modules import attention_modules, own_attention_modules
+from hf_deltamatch.hf.modules import (
+    ATTN_IMPLEMENTATION,
+    attention_modules,
+    own_attention_modules,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,3 +213,36 @@ def test_check_model_before_the_first_forward(op: str, tmp_path: Path, monkeypat
     set_attention_recipe(model, backend="reference")
     swap_linears(model, backend="reference")
     assert len(check_model(model).linears) == 7
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "words"),
+    [
+        (
+            "bloom",
+            {"hidden_size": 32, "n_layer": 1, "n_head": 2},
+            "none of its attention modules uses it",
+        ),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "it has no attention modules"),
+    ],
+)
+def test_building_a_model_that_ignores_the_choice_warns(
+    model_type: str, sizes: dict, words: str, tmp_path
+) -> None:
+    """Also where check_model is never called; once a model, and for one that uses it not at all."""
+    config = lambda: AutoConfig.for_model(model_type, **sizes, vocab_size=64)  # it keeps the choice
+    build_it = lambda **kw: AutoModelForCausalLM.from_config(config(), **kw)
+    with pytest.warns(
+        UserWarning, match=f"fp8_delta_matching: .*{words}.*without FP8 attention"
+    ) as seen:
+        model = build_it(attn_implementation=ATTN_IMPLEMENTATION)
+    assert len([w for w in seen if "fp8_delta_matching" in str(w.message)]) == 1
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=words):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=ATTN_IMPLEMENTATION)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build_it()
+        AutoModelForCausalLM.from_config(
+            build("llama").config, attn_implementation=ATTN_IMPLEMENTATION
+        )

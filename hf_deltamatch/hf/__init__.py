@@ -1,6 +1,7 @@
 """Hugging Face integration: the only place that imports Transformers, PEFT or lm-eval."""
 
 from hf_deltamatch.hf import attention as _attention
+from hf_deltamatch.hf import built as _built
 from hf_deltamatch.hf import class_tables as _class_tables
 from hf_deltamatch.hf import experts as _experts
 from hf_deltamatch.hf import quantizer as _quantizer
@@ -10,6 +11,7 @@ from hf_deltamatch.hf.modules import ATTN_IMPLEMENTATION, set_attention_recipe
 from hf_deltamatch.hf.quantizer import DeltaMatchConfig
 
 _attention.register()
+_built.register()
 _class_tables.register()
 _experts.register()
 _quantizer.register()

@@ -95,25 +95,12 @@ def modules_without_kernel(model: nn.Module) -> str | None:
 def what_runs(model: nn.Module) -> ModelCheck:
     """:func:`check_model` but for the device, which may still change after loading."""
     _refuse_config_without_effect(model)
-    found = attention_modules(model)
-    ours, other = {}, {}
-    for name, module in found.items():
-        if is_ours(module):
-            ours[name] = choice_of(module).recipe
-        else:
-            implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-            other[name] = f"its config asks for {implementation!r}"
-    for name, module in own_attention_modules(model).items():
-        other[name] = f"{type(module).__name__} does not use the attention interface"
+    ours, other = _attention_of(model)
     linears = sorted(fp8_linears(model))
     asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if not ours and asked == ATTN_IMPLEMENTATION:
-        raise ValueError(
-            f"check_model: {type(model).__name__} was loaded with attn_implementation="
-            f"{ATTN_IMPLEMENTATION!r}, but {_why_ignored(other)}; it runs without FP8 attention. "
-            "FP8 linears alone work: swap_linears(model), or "
-            "DeltaMatchConfig(attention=None, linear='blockwise')."
-        )
+    ignored = ignored_choice(model, ours, other)
+    if ignored is not None:
+        raise ValueError(f"check_model: {ignored}")
     if not ours and not linears:
         raise ValueError(
             f"check_model: {type(model).__name__} has neither FP8 attention nor FP8 linears "
@@ -122,6 +109,38 @@ def what_runs(model: nn.Module) -> ModelCheck:
             "quantization_config=DeltaMatchConfig()."
         )
     return ModelCheck(ours, linears, other, low_precision_note(fp8_linears(model).values()))
+
+
+def _attention_of(model: nn.Module) -> tuple[dict[str, AttentionRecipe], dict[str, str]]:
+    """Recipes of the modules on our attention; of the others, what they run instead."""
+    ours, other = {}, {}
+    for name, module in attention_modules(model).items():
+        if is_ours(module):
+            ours[name] = choice_of(module).recipe
+        else:
+            implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+            other[name] = f"its config asks for {implementation!r}"
+    for name, module in own_attention_modules(model).items():
+        other[name] = f"{type(module).__name__} does not use the attention interface"
+    return ours, other
+
+
+def ignored_choice(
+    model: nn.Module, ours: dict | None = None, other: dict | None = None
+) -> str | None:
+    """That our attention was asked for and none of the model's is ours, as a sentence."""
+    asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if asked != ATTN_IMPLEMENTATION:
+        return None
+    if ours is None or other is None:
+        ours, other = _attention_of(model)
+    if ours:
+        return None
+    return (
+        f"{type(model).__name__} was loaded with attn_implementation={ATTN_IMPLEMENTATION!r}, but "
+        f"{_why_ignored(other)}; it runs without FP8 attention. FP8 linears alone work: "
+        "swap_linears(model), or DeltaMatchConfig(attention=None, linear='blockwise')."
+    )
 
 
 def _refuse_config_without_effect(model: nn.Module) -> None:
