@@ -36,8 +36,8 @@ SECONDS = 90
 STATUS = {
     "works": "every attention that ran is ours, and right",
     "partly": "some attention is ours and right; `check_model` lists the modules that run their own code",
-    "own attention": "the model's code never calls the attention interface; `check_model` raises",
-    "attention-free": "nothing to replace; `check_model` raises",
+    "own attention": "the model's code never calls the attention interface; building it warns, `check_model` raises",
+    "attention-free": "nothing to replace; building it warns, `check_model` raises",
     "refused": "an error in loading or in the first forward",
     "cannot be run": "its tiny model does not run with Transformers' own attention either",
     "cannot be built": "no tiny model of it was built with Transformers' own attention either",
