@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretrain import build_model, make_accelerator, run, set_arm
+from pretrain import run
 from train_data import load_text, load_tokenizer
+from train_setup import build_model, make_accelerator, set_arm
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_deltamatch.training.options import Options, aside, parse_options

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from jinja2 import TemplateError
-from pretrain import build_model, make_accelerator, run, set_arm
+from pretrain import run
 from train_data import load_examples, load_tokenizer, need_column
+from train_setup import build_model, make_accelerator, set_arm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_deltamatch.training import IGNORED, Packer, Rows, join

@@ -19,6 +19,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import pretrain  # noqa: E402
 import torch  # noqa: E402
+import train_setup  # noqa: E402
 import yaml  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -345,7 +346,7 @@ def test_autocast_is_the_script_s_own(monkeypatch, config, tmp_path: Path, arm: 
     pretrain.main(config("prepared", **options))
     seen = []
     monkeypatch.setattr(
-        pretrain.Accelerator, "prepare_model", lambda self, m, *a, **kw: seen.append(m) or m
+        train_setup.Accelerator, "prepare_model", lambda self, m, *a, **kw: seen.append(m) or m
     )
     pretrain.main(config("bare", **options))
     assert len(seen) == 1
@@ -362,6 +363,6 @@ def test_sharded_parameters_are_cast_by_autocast_alone(monkeypatch, tmp_path: Pa
     for version, expected in ((2, MixedPrecisionPolicy()), (1, bf16)):
         plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=bf16)
         made = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=1)
-        monkeypatch.setattr(pretrain, "Accelerator", lambda made=made, **_: made)
+        monkeypatch.setattr(train_setup, "Accelerator", lambda made=made, **_: made)
         pretrain.make_accelerator(pretrain.Options(**CONFIG, output=str(tmp_path / "run")))
         assert plugin.mixed_precision_policy == expected
