@@ -68,18 +68,30 @@ EACH_CAPABILITY = pytest.mark.parametrize(
 )
 
 
-def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) -> list[dict]:
-    """Attention kernels of the cases; all kernels fit the memory."""
-    script = Path(__file__).parent / "compile_kernels.py"
+def run_script(name: str, capability: tuple[int, int], tmp_path: Path, *more: str) -> list[dict]:
+    script = Path(__file__).parent / name
     root = str(script.parent.parent)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, str(script), str(10 * capability[0] + capability[1]), json.dumps(cases)],
+        [sys.executable, str(script), str(10 * capability[0] + capability[1]), *more],
         capture_output=True, text=True, env=env, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@EACH_CAPABILITY
+def test_kernels_of_a_linear_compile(capability: tuple[int, int], tmp_path: Path) -> None:
+    kernels = run_script("compile_linear.py", capability, tmp_path)
+    names = {kernel["kernel"] for kernel in kernels}
+    assert {"_quantize_matrix_kernel", "_quantize_pairs_kernel", "_gated_bwd_kernel"} <= names
+    assert len(kernels) > 100 and all(kernel["shared"] <= SMALL_BYTES for kernel in kernels)
+
+
+def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) -> list[dict]:
+    """Attention kernels of the cases; all kernels fit the memory."""
+    kernels = run_script("compile_kernels.py", capability, tmp_path, json.dumps(cases))
     limit = SMALL_BYTES if capability in SMALL_SHARED_MEMORY else LARGE_BYTES
     for kernel in kernels:
         assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
