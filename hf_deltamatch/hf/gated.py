@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from hf_deltamatch.hf.linear_modules import FP8Linear
 from hf_deltamatch.ops import fp8_gated_linear
 
 
@@ -69,8 +70,6 @@ def is_gated(module: nn.Module) -> bool:
 
 def why_not(down: nn.Module) -> str | None:
     """Why the product cannot be taken from this down_proj's weight: what would be passed over."""
-    from hf_deltamatch.hf.linear import FP8Linear
-
     if type(down) is not FP8Linear:
         return f"down_proj is {type(down).__name__}"
     if "forward" in vars(down):

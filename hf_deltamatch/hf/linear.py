@@ -26,6 +26,7 @@ from hf_deltamatch.hf.experts import (
 from hf_deltamatch.hf.gated import choose_gated, unfuse_module
 from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
+from hf_deltamatch.hf.linear_modules import FP8Conv1D, FP8Linear, FP8Module
 from hf_deltamatch.hf.linear_rules import (
     default_reason,
     in_features,
@@ -40,40 +41,11 @@ from hf_deltamatch.hf.modules import (
     require_module,
     update_saved_config,
 )
-from hf_deltamatch.ops import fp8_linear
 from hf_deltamatch.ops.attention_args import HIGH_PRECISION as QUANTISED_DTYPES
 from hf_deltamatch.recipes import LinearRecipe
 
 DEFAULT_RECIPE = "blockwise"
 HIGH_PRECISION = "bf16"
-
-
-class _FP8:
-    # Tensor parallelism of Transformers then hands the forward plain local tensors.
-    _hf_quantized_needs_local_tp = True
-    fp8_recipe: LinearRecipe
-    fp8_backend: str | None
-
-    def extra_repr(self) -> str:
-        shape = super().extra_repr()
-        return f"{shape}{', ' if shape else ''}fp8={self.fp8_recipe.name}"
-
-
-class FP8Linear(_FP8, nn.Linear):
-    """``nn.Linear`` whose three GEMMs take FP8 operands; the weight stays in high precision."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return fp8_linear(input, self.weight, self.bias, self.fp8_recipe, self.fp8_backend)
-
-
-class FP8Conv1D(_FP8, Conv1D):
-    """Transformers' ``Conv1D`` (a linear layer with weight ``[in, out]``, as in GPT-2) in FP8."""
-
-    def __repr__(self) -> str:  # Conv1D's own does not call extra_repr
-        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, fp8={self.fp8_recipe.name})"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, self.weight.t(), self.bias, self.fp8_recipe, self.fp8_backend)
 
 
 _SWAP = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
@@ -316,7 +288,7 @@ def unswap_linears(model: nn.Module) -> int:
 
 def _extended(module: nn.Module) -> str | None:
     """Why an FP8 linear cannot become a plain one: its class is no longer ours alone."""
-    if not isinstance(module, _FP8) or type(module) in _UNSWAP:
+    if not isinstance(module, FP8Module) or type(module) in _UNSWAP:
         return None
     return (
         f"its class is {type(module).__name__} since something extended it in FP8 (a parametrization, "
@@ -347,7 +319,7 @@ def fp8_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_fp8(module: nn.Module) -> bool:
-    return isinstance(module, _FP8) or is_fp8_experts(module)
+    return isinstance(module, FP8Module) or is_fp8_experts(module)
 
 
 def recipe_of(module: nn.Module) -> LinearRecipe:
@@ -365,10 +337,10 @@ def _hard_reason(module: nn.Module, *, hooks: bool) -> str | None:
     """Why a module cannot be swapped, whatever is asked for."""
     if is_experts(module):
         return experts_hard_reason(module)
-    if type(module) not in _SWAP and not isinstance(module, _FP8):
+    if type(module) not in _SWAP and not isinstance(module, FP8Module):
         kind = type(module)
         return f"{kind.__module__}.{kind.__name__} is not exactly nn.Linear"
-    if hooks and "forward" in vars(module) and not isinstance(module, _FP8):
+    if hooks and "forward" in vars(module) and not isinstance(module, FP8Module):
         return "its forward is replaced on the instance (an Accelerate hook, for example)"
     if not isinstance(module.weight, Tensor):
         return "it has no weight"

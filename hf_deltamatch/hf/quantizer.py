@@ -40,10 +40,8 @@ from hf_deltamatch.hf.running import (
     running,
     would_run,
 )
-from hf_deltamatch.hf.snapshot import snapshot
+from hf_deltamatch.hf.snapshot import QUANTISED, snapshot
 from hf_deltamatch.recipes import LinearRecipe
-
-_MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
 
 
 class DeltaMatchQuantizer(HfQuantizer):
@@ -106,15 +104,14 @@ class DeltaMatchQuantizer(HfQuantizer):
                 "Transformers, which this one would become part of. Call swap_linears(model) for the "
                 "linears of any module."
             )
-        before, restore = {k: vars(model)[k] for k in _MARKS if k in vars(model)}, snapshot(model)
-        for mark in before:
-            delattr(model, mark)  # so that nothing follows the steps on the way
+        restore = snapshot(model)
+        for mark in QUANTISED:
+            vars(model).pop(mark, None)  # so that nothing follows the steps on the way
         try:
             plan = self._plan(model)
             self._apply(model, plan)
         except Exception:
             restore()
-            vars(model).update(before)
             raise
         if self.quantization_config.linear is None:
             unswap_linears(model)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedConfig
 
-_OF_MODULES = ("config", "deltamatch", "fp8_recipe", "fp8_backend", "fp8_shared_config")
+QUANTISED = ("hf_quantizer", "is_quantized", "quantization_method")
+"""What Transformers sets on a model that a quantiser has been at."""
+_OF_MODULES = (
+    *QUANTISED, "config", "deltamatch", "fp8_recipe", "fp8_backend", "fp8_shared_config",
+)  # fmt: skip
 _OF_CONFIGS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
