@@ -81,17 +81,11 @@ def find_source(run: Path, step: int | None = None) -> Source:
 
 
 def _checkpoint(folder: Path, run: Path, step: int | None) -> Source:
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, files=("model.safetensors", "config.json"))
     if step is not None and step != manifest["step"]:
         raise CheckpointError(
             f"{folder / 'manifest.json'}: of step {manifest['step']}, and --checkpoint is {step}."
         )
-    for name in ("model.safetensors", "config.json"):
-        if name not in manifest["files"]:
-            raise CheckpointError(
-                f"{folder / name}: missing; the manifest does not name it either. A checkpoint of "
-                "examples/pretrain.py and its kin has it."
-            )
     step, options = manifest["step"], dict(manifest["run"])
     source = Source(folder, True, options, options.pop("data_identity", None), step)
     rows = read_metrics(run / "metrics.jsonl")
