@@ -229,16 +229,14 @@ def attention_bwd(
     for c, wants_dk, wants_dv in configs:
         grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
         _attention_bwd_dkdv_kernel[grid](
-            _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
-            _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV),
-            dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold, None if ds is None else ds[1],
-            x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
-            x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots,
+            q8, do8, qt, do_t, k8, v8, dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold,
+            None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,
+            x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, x.pack_q.slots,
             x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
             min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3], *dv.stride()[:3],
             *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,
-            STORE_DS=store_ds and wants_dk, DK=wants_dk, DV=wants_dv, BLOCK_D=BD, BLOCK_DV=BDV,
-            **x.flags(), **c.launch(),
+            STORE_DS=store_ds and wants_dk, DK=wants_dk, DV=wants_dv, **x.blocks(), **x.flags(),
+            **c.launch(),
         )  # fmt: skip
     ds_sink = _ds_sink(x, saved.lse, delta, dlse)
     dsinks = delta.new_empty(0) if ds_sink is None else ds_sink.sum((0, 2))

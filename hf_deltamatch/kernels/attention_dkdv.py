@@ -21,6 +21,8 @@ from hf_deltamatch.kernels.casts import (
     cast_e4m3,
     exp2_int,
     inverse_exp2_int,
+    load_negated,
+    load_scalar,
     nan_to_zero,
     pow2_exponent,
     regroup_rows,
@@ -34,14 +36,15 @@ from hf_deltamatch.kernels.geometry import (
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 from hf_deltamatch.kernels.quantize_mx import row_codes
+from hf_deltamatch.kernels.tiles import load_columns, load_rows
 
 
 @triton.jit
 def _dkdv_tile(
-    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
-    q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
-    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    q_slot, offs_n, Tq, Tk, T_queries, D_STORED: tl.constexpr, DV_STORED: tl.constexpr, slots_q,
+    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
     qt_code_ptr, dot_code_ptr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
@@ -50,18 +53,18 @@ def _dkdv_tile(
 ):  # fmt: skip
     if MX:
         return dkdv_tile_mx(
-            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
             q_descale_ptr, do_descale_ptr, qt_code_ptr, dot_code_ptr, q_fold_ptr, do_fold_ptr,
-            lse2_ptr, shifted_ptr, head, q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded,
-            D_padded_v, slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk,
+            lse2_ptr, shifted_ptr, head, q_base, q_slot, offs_n, Tq, Tk, T_queries, D_STORED,
+            DV_STORED, slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk,
             softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat, CAUSAL, WINDOW, MASK,
             SOFTCAP, GROUPED, MASKED, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
         )  # fmt: skip
     else:
         return _dkdv_tile_fp8(
-            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
-            q_base, q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window,
+            q_base, q_slot, offs_n, Tq, Tk, T_queries, D_STORED, DV_STORED, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys,
             k_base, stride_stat, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE, GROUPED, MASKED,
             STORE_DS, DK, DV, BLOCK_M, SOFT_CAST,
@@ -70,10 +73,10 @@ def _dkdv_tile(
 
 @triton.jit
 def _dkdv_tile_fp8(
-    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+    i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
-    q_slot, offs_n, Tq, Tk, T_queries, D_padded, D_padded_v, slots_q, offset, window, mask_ptr,
-    stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    q_slot, offs_n, Tq, Tk, T_queries, D_STORED: tl.constexpr, DV_STORED: tl.constexpr, slots_q,
+    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -91,18 +94,17 @@ def _dkdv_tile_fp8(
         bh = head
         start = (first_tile + i) * BLOCK_M
     offs_m = start + tl.arange(0, BLOCK_M)
-    token = bh * T_queries + q_base + start
+    at = bh * T_queries + q_base
     row = bh.to(tl.int64) * T_queries + q_base
     stat = bh.to(tl.int64) * stride_stat + q_slot * 128
-    column = (q_slot + start // 128) * 128 + start % 128
     inside = offs_m < Tq
-    q = q_desc.load([token, 0])
+    q = load_rows(q_src, at, start, Tq, BLOCK_M, k.shape[1], D_STORED, not MASKED)
     s = tl.dot(k, q.T)
-    lse2 = tl.load(lse2_ptr + stat + offs_m, mask=inside, other=float("inf"))
+    minus_lse2 = load_negated(lse2_ptr + stat + offs_m, SOFT_CAST)
     if TILE:
         slot = bh * slots_q + q_slot + start // 128
-        q_tile = tl.load(q_descale_ptr + slot)
-        do_tile = tl.load(do_descale_ptr + slot)
+        q_tile = load_scalar(q_descale_ptr + slot, SOFT_CAST)
+        do_tile = load_scalar(do_descale_ptr + slot, SOFT_CAST)
         f = k_row * q_tile
         g = v_row * do_tile
     else:
@@ -112,11 +114,11 @@ def _dkdv_tile_fp8(
         g = v_row[:, None] * do_column[None, :]
     if SOFTCAP:
         t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
-        p = tl.exp2(t * (softcap * LOG2E) - lse2[None, :])
+        p = tl.exp2(t * (softcap * LOG2E) + minus_lse2[None, :])
     elif TILE:
-        p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2[None, :])
+        p = tl.exp2(s * positive(f * (softmax_scale * LOG2E)) + minus_lse2[None, :])
     else:
-        p = tl.exp2((s * f) * (softmax_scale * LOG2E) - lse2[None, :])
+        p = tl.exp2((s * f) * (softmax_scale * LOG2E) + minus_lse2[None, :])
     if MASKED:
         seen = visible(
             offs_m[None, :], offs_n[:, None], Tq, Tk, offset, window, mask_ptr, stride_mq,
@@ -126,9 +128,10 @@ def _dkdv_tile_fp8(
         if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
             t = tl.where(seen, t, 0.0)
     if DK:
-        shifted = tl.load(shifted_ptr + stat + offs_m, mask=inside, other=0.0)
-        dp = tl.dot(v, do_desc.load([token, 0]).T)
-        ds = p * (dp * g - shifted[None, :])
+        minus_shifted = load_negated(shifted_ptr + stat + offs_m, SOFT_CAST)
+        do = load_rows(do_src, at, start, Tq, BLOCK_M, v.shape[1], DV_STORED, not MASKED)
+        dp = tl.dot(v, do.T)
+        ds = p * (dp * g + minus_shifted[None, :])
         if MASKED:
             ds = tl.where(seen, ds, 0.0)
         if STORE_DS:
@@ -150,7 +153,9 @@ def _dkdv_tile_fp8(
         back = exp2_int(e)
         if TILE:
             back = back * nan_to_zero(do_tile)
-        do_t = dot_desc.load([bh * D_padded_v, column])
+        do_t = load_columns(
+            dot_src, bh * DV_STORED, q_slot, start, slots_q, BLOCK_M, v.shape[1], DV_STORED
+        )
         dv += tl.dot(regroup_rows(cast), do_t.T) * back[:, None]
     if DK:
         if not TILE:
@@ -161,25 +166,27 @@ def _dkdv_tile_fp8(
         back = exp2_int(e)
         if TILE:
             back = back * nan_to_zero(q_tile)
-        q_t = qt_desc.load([bh * D_padded, column])
+        q_t = load_columns(
+            qt_src, bh * D_STORED, q_slot, start, slots_q, BLOCK_M, k.shape[1], D_STORED
+        )
         dk += tl.dot(regroup_rows(cast), q_t.T) * back[:, None]
     return dk, dv
 
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    q_desc, do_desc, qt_desc, dot_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse2_ptr, shifted_ptr,
+    q_src, do_src, qt_src, dot_src, k_src, v_src, dk_ptr, dv_ptr, lse2_ptr, shifted_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
     mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    Hkv, G, Tq, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale, softcap, window,
+    Hkv, G, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     stride_mb,
     stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, D_STORED: tl.constexpr, DV_STORED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
     qt_code_ptr=None, dot_code_ptr=None, MX: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.program_id(0)  # the first keys have the most causal rows
@@ -204,9 +211,13 @@ def _attention_bwd_dkdv_kernel(
     )
     offs_n = first + tl.arange(0, BLOCK_N)
     keys = offs_n < k_len
-    token = bh * Tk + k_base + first
-    k = k_desc.load([token, 0])
-    v = v_desc.load([token, 0])
+    if MX:
+        k = k_src.load([bh * Tk + k_base + first, 0])
+        v = v_src.load([bh * Tk + k_base + first, 0])
+    else:
+        at = bh * Tk + k_base
+        k = load_rows(k_src, at, first, k_len, BLOCK_N, BLOCK_D, D_STORED, False)
+        v = load_rows(v_src, at, first, k_len, BLOCK_N, BLOCK_DV, DV_STORED, False)
     if MX:
         at = bh.to(tl.int64) * Tk + k_base + offs_n
         k_row = row_codes(k_descale_ptr, at, keys, BLOCK_D // 32)
@@ -222,9 +233,9 @@ def _attention_bwd_dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV if DV else 1], tl.float32)
     for i in tl.range(0, G * (full_lo - lo), num_stages=STAGES):
         dk, dv = _dkdv_tile(
-            i, full_lo - lo, lo, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc, dot_desc,
+            i, full_lo - lo, lo, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
             q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head,
-            q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v, slots_q, offset, window,
+            q_base, q_slot, offs_n, q_len, k_len, Tq, D_STORED, DV_STORED, slots_q, offset, window,
             mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, Tk, k_base,
             stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, TILE,
             GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
@@ -232,9 +243,9 @@ def _attention_bwd_dkdv_kernel(
     if MASK == 0:
         for i in tl.range(0, G * (full_hi - full_lo), num_stages=STAGES):
             dk, dv = _dkdv_tile(
-                i, full_hi - full_lo, full_lo, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc,
-                dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
-                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
+                i, full_hi - full_lo, full_lo, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src,
+                dot_src, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
+                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_STORED, DV_STORED,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
                 MASK, SOFTCAP, DLSE, TILE, GROUPED, False, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,
@@ -242,9 +253,9 @@ def _attention_bwd_dkdv_kernel(
         # The ragged end, and the far side of a window.
         for i in tl.range(0, G * (hi - full_hi), num_stages=STAGES):
             dk, dv = _dkdv_tile(
-                i, hi - full_hi, full_hi, dk, dv, k, v, k_row, v_row, q_desc, do_desc, qt_desc,
-                dot_desc, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
-                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_padded, D_padded_v,
+                i, hi - full_hi, full_hi, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src,
+                dot_src, q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr,
+                shifted_ptr, head, q_base, q_slot, offs_n, q_len, k_len, Tq, D_STORED, DV_STORED,
                 slots_q, offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale,
                 softcap, ds_ptr, Tk, k_base, stride_stat, qt_code_ptr, dot_code_ptr, CAUSAL, WINDOW,
                 MASK, SOFTCAP, DLSE, TILE, GROUPED, True, STORE_DS, DK, DV, BLOCK_M, SOFT_CAST, MX,

@@ -17,12 +17,15 @@ import triton.language as tl
 
 from hf_deltamatch.kernels.attention_mx import dq_tile_mx
 from hf_deltamatch.kernels.casts import (
+    cast_and_rest,
     cast_e4m3,
     exp2_int,
     inverse_exp2_int,
+    load_scalar,
     nan_to_zero,
     pow2_exponent,
     regroup_rows,
+    unknown_zero,
 )
 from hf_deltamatch.kernels.geometry import (
     COMPACT_MASK,
@@ -81,9 +84,9 @@ def _dq_tile_fp8(
     s = tl.dot(q, k.T)
     dp = tl.dot(do, v.T)
     if TILE:
-        k_tile = tl.load(k_descale_ptr + start // 128)
+        k_tile = load_scalar(k_descale_ptr + start // 128, SOFT_CAST)
         f = q_row * k_tile
-        g = do_row * tl.load(v_descale_ptr + start // 128)
+        g = do_row * load_scalar(v_descale_ptr + start // 128, SOFT_CAST)
     else:
         inside = offs_n < Tk
         f = q_row[:, None] * tl.load(k_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
@@ -131,14 +134,18 @@ def _dq_tile_fp8(
             fold = nan_to_zero(tl.load(k_fold_ptr + offs_n, mask=offs_n < Tk, other=0.0))
             folded = ds * fold[None, :]
         e = pow2_exponent(tl.max(tl.abs(folded), 1))
-        cast = cast_e4m3(folded * inverse_exp2_int(e)[:, None], SOFT_CAST)
+        scaled = folded * inverse_exp2_int(e)[:, None]
         back = exp2_int(e)
         if PROJECT:
-            rounded = cast.to(tl.float32) * back[:, None]
+            cast, rest = cast_and_rest(scaled, unknown_zero(softcap, SOFT_CAST), False, SOFT_CAST)
             if not TILE:
                 # Zero keys were left out of the cast; nothing leaks along them.
-                rounded = tl.where(fold == 0, ds, rounded / tl.where(fold == 0, 1.0, fold)[None, :])
-            leak += tl.sum(rounded - ds, 1)
+                rest = tl.where(
+                    (fold == 0)[None, :], 0.0, rest / tl.where(fold == 0, 1.0, fold)[None, :]
+                )
+            leak -= tl.sum(rest, 1) * back
+        else:
+            cast = cast_e4m3(scaled, SOFT_CAST)
         if TILE:
             back = back * out
         kt = kt_desc.load([kt_row, (k_slot + start // 128) * 128 + start % 128])

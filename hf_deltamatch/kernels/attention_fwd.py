@@ -20,7 +20,13 @@ import triton.language as tl
 
 from hf_deltamatch.formats import P_REST_CAST_LOG2
 from hf_deltamatch.kernels.attention_mx import fwd_tile_mx
-from hf_deltamatch.kernels.casts import cast_e4m3, regroup_rows
+from hf_deltamatch.kernels.casts import (
+    cast_and_rest,
+    cast_e4m3,
+    load_scalar,
+    regroup_rows,
+    unknown_zero,
+)
 from hf_deltamatch.kernels.geometry import (
     COMPACT_MASK,
     key_tiles,
@@ -36,18 +42,16 @@ REST_DESCALE = tl.constexpr(2.0**-P_REST_CAST_LOG2)
 
 
 @triton.jit
-def _product_pv(p, vt, TWO_TERMS: tl.constexpr, SOFT_CAST: tl.constexpr):
+def _product_pv(p, vt, zero, TWO_TERMS: tl.constexpr, SOFT_CAST: tl.constexpr):
     """``p [M, N] <= 256`` as one or two E4M3 terms, times ``vt [D, N]``: FP32."""
-    first = cast_e4m3(p, SOFT_CAST)
     if TWO_TERMS:
-        # Exact in FP16, where two are multiplied at once.
-        known = (first.to(tl.float16) * REST).to(tl.float32)
-        rest = cast_e4m3(p * REST - known, SOFT_CAST)
+        first, rest = cast_and_rest(p, zero, True, SOFT_CAST)
+        rest = cast_e4m3(rest * REST, SOFT_CAST)
         # The smaller one first: the accumulator of the other then starts from it.
         part = tl.dot(regroup_rows(rest), vt.T) * REST_DESCALE
         return tl.dot(regroup_rows(first), vt.T, part)
     else:
-        return tl.dot(regroup_rows(first), vt.T)
+        return tl.dot(regroup_rows(cast_e4m3(p, SOFT_CAST)), vt.T)
 
 
 @triton.jit
@@ -87,9 +91,9 @@ def _fwd_tile_fp8(
     k = k_desc.load([k_row + start, 0])
     s = tl.dot(q, k.T)
     if TILE:
-        f = q_row * tl.load(k_descale_ptr + start // 128)
+        f = q_row * load_scalar(k_descale_ptr + start // 128, SOFT_CAST)
         # P carries 2⁸; taken out here and not at the end, where large values have overflowed.
-        v_tile = tl.load(v_descale_ptr + start // 128) * 0.00390625
+        v_tile = load_scalar(v_descale_ptr + start // 128, SOFT_CAST) * 0.00390625
     else:
         column = tl.load(k_descale_ptr + offs_n, mask=offs_n < Tk, other=1.0)
         f = q_row[:, None] * column[None, :]
@@ -118,7 +122,7 @@ def _fwd_tile_fp8(
     if TILE:
         p = tl.exp2(s * c - (top - 8.0)[:, None])
         l = l * alpha + tl.sum(p, 1)
-        part = _product_pv(p, vt, TWO_TERMS, SOFT_CAST) * v_tile
+        part = _product_pv(p, vt, unknown_zero(softcap, SOFT_CAST), TWO_TERMS, SOFT_CAST) * v_tile
         if MASKED:
             # A poisoned tile of V must not reach rows that see none of it.
             part = tl.where((tl.max(s, 1) > float("-inf"))[:, None] | (part == part), part, 0.0)
@@ -132,7 +136,7 @@ def _fwd_tile_fp8(
         r_new = tl.maximum(r + (m - top), tl.max(x, 1))
         r_top = tl.where(r_new == float("-inf"), 0.0, r_new)
         p = tl.exp2(x - (r_top - 8.0)[:, None])
-        part = _product_pv(p, vt, TWO_TERMS, SOFT_CAST)
+        part = _product_pv(p, vt, unknown_zero(softcap, SOFT_CAST), TWO_TERMS, SOFT_CAST)
         acc = acc * tl.exp2(r + (m - top) - r_top)[:, None] + part
         r = r_new
     return m_new, l, r, acc

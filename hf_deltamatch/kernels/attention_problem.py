@@ -112,6 +112,15 @@ class Problem:
         """What every attention kernel is compiled for."""
         return self._flags
 
+    def blocks(self) -> dict[str, int]:
+        """Features of a tile and of a stored row, of Q and K and of V and dO."""
+        return dict(
+            BLOCK_D=self.BLOCK_D,
+            BLOCK_DV=self.BLOCK_DV,
+            D_STORED=padded_features(self.D),
+            DV_STORED=padded_features(self.Dv),
+        )
+
     def hide(self, keys: bool) -> int | None:
         """Tokens at the start (of each segment) that nothing attends to, or that see nothing, are
         those before ``own length − other length + hide``; None if there are none."""

@@ -21,6 +21,48 @@ def _four_to(fmt: str) -> tl.constexpr:
 FOUR_TO_E4M3, FOUR_TO_E5M2 = _four_to("e4m3"), _four_to("e5m2")
 
 
+def _four_to_e4m3_and_rest(signed: bool) -> tl.constexpr:
+    """Assembly: four FP32 registers to the bytes of one, and four of what that leaves.
+
+    ptxas 12.8 reads another register, or one of the round before, where it finds that what is
+    converted back has just been cast. So bytes are decoded by hand (to FP16, 2⁸ times smaller) from a
+    word that it cannot know: ``$9`` is 0.
+    """
+    lines = [
+        ".reg .b16 lo, hi, h0, h1, h2, h3",
+        ".reg .b32 word, seen, a, b, sign_a, sign_b",
+        ".reg .f32 f0, f1, f2, f3",
+        "cvt.rn.satfinite.e4m3x2.f32 lo, $6, $5",
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $8, $7",
+        "mov.b32 word, {lo, hi}",
+        "xor.b32 seen, word, $9",
+    ]
+    for half, low, high in ("a", 0, 1), ("b", 2, 3):
+        if signed:  # each byte on top of 16 bits
+            lines += [
+                f"prmt.b32 {half}, seen, 0, 0x{high}4{low}4",
+                f"and.b32 sign_{half}, {half}, 0x80008000",
+                f"shr.b32 {half}, {half}, 1",
+                f"and.b32 {half}, {half}, 0x3f803f80",
+                f"or.b32 {half}, {half}, sign_{half}",
+            ]
+        else:
+            lines += [
+                f"prmt.b32 {half}, seen, 0, 0x4{high}4{low}",
+                f"shl.b32 {half}, {half}, 7",
+            ]
+        lines.append(f"mov.b32 {{h{low}, h{high}}}, {half}")
+    minus_256 = "0fC3800000"
+    lines += [f"cvt.f32.f16 f{i}, h{i}" for i in range(4)]
+    lines += [f"fma.rn.f32 f{i}, f{i}, {minus_256}, ${5 + i}" for i in range(4)]
+    lines += ["mov.b32 $0, word", *(f"mov.f32 ${1 + i}, f{i}" for i in range(4))]
+    return tl.constexpr("{" + "; ".join(lines) + ";}")
+
+
+FOUR_TO_E4M3_AND_REST = _four_to_e4m3_and_rest(True)
+FOUR_POSITIVE_TO_E4M3_AND_REST = _four_to_e4m3_and_rest(False)
+
+
 @triton.jit
 def cast_e4m3(x, SOFT_CAST: tl.constexpr):
     """FP32 with ``|x| <= 448`` to E4M3; NaN stays NaN."""
@@ -154,6 +196,36 @@ def regroup_rows(x):
 
 
 @triton.jit
+def cast_and_rest(x, zero, POSITIVE: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """FP32 with ``|x| <= 448`` to E4M3, and FP32 ``x − cast(x)``; NaN stays NaN in both.
+
+    ``zero``: int32 0 that the compiler does not know (:func:`unknown_zero`); ``POSITIVE``: no x < 0.
+    A thread must have four elements or more.
+    """
+    if SOFT_CAST:
+        cast = cast_e4m3(x, True)
+        return cast, x - cast.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            FOUR_POSITIVE_TO_E4M3_AND_REST if POSITIVE else FOUR_TO_E4M3_AND_REST,
+            "=r,=f,=f,=f,=f,f,f,f,f,r,r,r,r",
+            [x, zero],
+            dtype=(tl.float8e4nv, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def unknown_zero(positive, SOFT_CAST: tl.constexpr):
+    """0 from a positive FP32 argument of the kernel; an integer one may be 1, which is compiled in."""
+    if SOFT_CAST:
+        return 0
+    else:
+        return positive.to(tl.int32, bitcast=True) >> 31
+
+
+@triton.jit
 def nan_to_zero(x):
     return tl.where(x == x, x, 0.0)
 
@@ -164,3 +236,33 @@ def round_bf16(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def load_negated(at, SOFT_CAST: tl.constexpr):
+    """``−x`` of the FP32 numbers at ``at``, unmasked.
+
+    In assembly: Triton's pipeline copies such loads to shared memory number by number, and the
+    compiler negates every one of them where an addition would do it.
+    """
+    if SOFT_CAST:
+        return -tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 x; ld.global.f32 x, [$1]; neg.f32 $0, x;}",
+            "=f,l",
+            [at],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def load_scalar(at, SOFT_CAST: tl.constexpr):
+    if SOFT_CAST:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=True, pack=1
+        )
