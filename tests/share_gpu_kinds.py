@@ -104,6 +104,22 @@ def gluon_pair() -> Compute:
     }
 
 
+def changed(kind: Callable[[], Compute], *, turns: str | None = None, stages: int | None = None):
+    """A kind of the Hopper kernels with other turns of their warpgroups, or fewer stages."""
+    from hf_deltamatch.kernels import attention_dkdv_hopper, attention_dq_hopper
+
+    def make() -> Compute:
+        if turns is not None:
+            for module in (attention_dkdv_hopper, attention_dq_hopper):
+                module.TURNS = dict.fromkeys(module.TURNS, turns)
+        if stages is not None:
+            attention_dq_hopper.STAGES = dict.fromkeys(attention_dq_hopper.STAGES, stages)
+            attention_dkdv_hopper.STAGES = stages
+        return kind()
+
+    return make
+
+
 _ASKED = {HOPPER_VARIABLE: "1"}
 KINDS = {
     "cublas": Kind(cublas),
@@ -118,6 +134,14 @@ KINDS = {
     "dkdv-128": Kind(lambda: ours(128, only="dkdv"), _ASKED),
     "delta-dq-128": Kind(lambda: ours(128, only="dq"), _ASKED),
     "dq-dkdv-128": Kind(lambda: ours(128, recipe="stale_delta"), _ASKED),
+    "delta-128-turns": Kind(changed(lambda: ours(128, only="delta"), turns="products"), _ASKED),
+    "delta-128-stages": Kind(changed(lambda: ours(128, only="delta"), stages=3), _ASKED),
+    "dq-128-none": Kind(
+        changed(lambda: ours(128, only="dq", recipe="stale_delta"), turns="none"), _ASKED
+    ),
+    "dkdv-128-turns": Kind(changed(lambda: ours(128, only="dkdv"), turns="products"), _ASKED),
+    "dkdv-128-stages": Kind(changed(lambda: ours(128, only="dkdv"), stages=3), _ASKED),
+    "hopper-128-turns": Kind(changed(lambda: ours(128), turns="products"), _ASKED),
     "hopper-64": Kind(lambda: ours(64), _ASKED),
     "hopper-128": Kind(lambda: ours(128), _ASKED),
 }

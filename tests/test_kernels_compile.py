@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 pytest.importorskip("triton")
 from hf_deltamatch.kernels import (  # noqa: E402
@@ -72,7 +73,7 @@ def run_script(name: str, capability: tuple[int, int], tmp_path: Path, *more: st
     script = Path(__file__).parent / name
     root = str(script.parent.parent)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)}
+    env |= {"PYTHONPATH": python_path(root), "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, str(script), str(10 * capability[0] + capability[1]), *more],
         capture_output=True, text=True, env=env, check=False,

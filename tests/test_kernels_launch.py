@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_path import python_path
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 pytest.importorskip("triton")
@@ -22,7 +23,7 @@ def test_launches_are_tritons_own() -> None:
     grid, stream and arguments."""
     script = Path(__file__).parent / "launch_linear.py"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(script.parent.parent)}
+    env |= {"PYTHONPATH": python_path(script.parent.parent)}
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=env, check=False
     )

@@ -22,6 +22,7 @@ import torch  # noqa: E402
 import train_setup  # noqa: E402
 import yaml  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from python_path import python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_models import COMMON, one_thread  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -102,7 +103,7 @@ def in_new_process(
     paths = (EXAMPLES, Path(__file__).parent, EXAMPLES.parent)
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": python_path(*paths),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *launcher] if launcher else [sys.executable, "-c"]

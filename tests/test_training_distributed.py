@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from python_path import python_path
 from safetensors.torch import load_file
 from tiny_models import batch, build, one_thread, use  # noqa: F401
 
@@ -101,7 +102,7 @@ def monitored(rank: int) -> None:
 
 def test_fsdp2_of_two_is_one_and_moves_to_one(tmp_path: Path) -> None:
     here = Path(__file__)
-    paths = os.pathsep.join(map(str, (here.parent, here.parent.parent)))
+    paths = python_path(here.parent, here.parent.parent)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc_per_node", "2", str(here), str(tmp_path)],

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import finetune  # noqa: E402
 import train_data  # noqa: E402
 from extend_context import ExtendOptions  # noqa: E402
+from python_path import python_path  # noqa: E402
 from transformers import ByT5Tokenizer  # noqa: E402
 
 from hf_deltamatch.hf.model_config import config_of_fields  # noqa: E402
@@ -136,7 +137,7 @@ def test_one_process_writes_a_folder(tmp_path) -> None:
     )
     other = subprocess.Popen(
         [sys.executable, "-c", hold, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": python_path(Path(__file__).parent.parent)},
     )  # fmt: skip
     try:
         assert other.stdout.readline() == b"in\n"
