@@ -60,6 +60,8 @@ def main(capability: int, cases: list[dict]) -> None:
     from hf_deltamatch.kernels import HOPPER_VARIABLE, attention, attention_config
     from hf_deltamatch.ops import attention_kernels
 
+    # Nothing runs, so what this asserts was never written.
+    torch._assert_async = lambda *args: None
     attention_config.capability_of = lambda device: divmod(capability, 10)
     for case in cases:
         case = {"Hq": 2, "Hkv": 1, "T": 256, "dtype": "bfloat16", **case}
