@@ -6,7 +6,7 @@ takes its target once per process and must not be told to interpret.
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
 around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per line: the kernel, its shared and
 tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, and
-for 9.0 how many products in loops lose an operand (see `sass`).
+for 9.0 how many products in loops lose an operand and how many conversions come early (see `sass`).
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def main(capability: int, cases: list[dict]) -> None:
         if capability == 90:
             found, lost = sass.lost_operands(kernel.asm["cubin"])
             facts |= {"products_in_loops": found, "lost_operands": lost}
+            facts["early_conversions"] = sass.early_conversions(kernel.asm["cubin"])
         print(json.dumps(facts))
 
 

@@ -37,8 +37,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        for item in items:
+            if "interpreted" in item.keywords:
+                item.add_marker("gpu")
         return
     interpret = config.getoption("--interpret-gpu")
     for item in items:

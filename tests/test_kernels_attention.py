@@ -35,6 +35,7 @@ from kernel_cases import (  # noqa: E402
 
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
+pytestmark = pytest.mark.interpreted
 ON_GPU = DEVICE.type == "cuda"
 S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
 

@@ -30,6 +30,7 @@ CASES = [
     {"D": 96, "window": 64, "softcap": 20.0},
     {"D": 128, "fields": {"delta": "forward"}},
     {"D": 64, "fields": {"delta": "forward", "block": "1xD"}},
+    {"D": 128, "fields": {"project_row_sum": True}},
 ]
 BOOLEAN = [{"D": 64, "fields": {"block": "1xD"}, "mask": "bool"}]
 # The quantisers alone: what they are compiled for.
@@ -97,6 +98,7 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
     for kernel in kernels:
         assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
         assert kernel.get("lost_operands", 0) == 0, kernel
+        assert kernel.get("early_conversions", 0) == 0, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
     if capability == (9, 0):
         assert any(kernel["products_in_loops"] > 0 for kernel in attention)
