@@ -5,7 +5,8 @@ takes its target once per process and must not be told to interpret.
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
 around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per line: the kernel, its shared and
-tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, and
+tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, its
+barriers and how many of those share their memory (see `ptx`), and
 for 9.0 how many products in loops lose an operand and how many conversions come early (see `sass`).
 """
 
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 
+import ptx as ptx_text
 import sass
 import torch
 from triton.backends.compiler import GPUTarget
@@ -100,6 +102,7 @@ def main(capability: int, cases: list[dict]) -> None:
             "fp8_products": len(FP8_PRODUCT.findall(ptx)),
             "scaled_products": len(SCALED_PRODUCT.findall(ptx)),
         }
+        facts["barriers"], facts["reused_barriers"] = ptx_text.reused_barriers(ptx)
         if capability == 90:
             found, lost = sass.lost_operands(kernel.asm["cubin"])
             facts |= {"products_in_loops": found, "lost_operands": lost}

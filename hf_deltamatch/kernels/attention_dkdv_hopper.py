@@ -37,6 +37,7 @@ from hf_deltamatch.kernels.hopper import (
     rows_descriptor,
     store_rows,
     to_operand,
+    turn_barriers,
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
@@ -290,9 +291,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
+    turn = turn_barriers(empty, TURNS)
     stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn)
     pointers = (lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr)
     queries = (q_base, q_slot, q_len, offset)

@@ -30,6 +30,7 @@ from hf_deltamatch.kernels.hopper import (
     rows_descriptor,
     store_rows,
     to_operand,
+    turn_barriers,
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
@@ -273,9 +274,7 @@ def _attention_bwd_dq_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
+    turn = turn_barriers(empty, TURNS)
     stages = (k_s, v_s, kt_s, full, empty, turn)
     own_slot = bh * slots_q + q_slot + first // 128
     k_descale_ptr += kv * slots_k + k_slot

@@ -13,6 +13,7 @@ from torch import Tensor, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -56,6 +57,21 @@ def store_rows(out_ptr, x, first, base, length, D, stride_t):
     at = (base + tokens).to(gl.int64)[:, None] * stride_t + offs_d[None, :]
     out = gl.convert_layout(x.to(out_ptr.dtype.element_ty), coalesced)
     gl.store(out_ptr + at, out, mask=(tokens < length)[:, None] & (offs_d < D)[None, :])
+
+
+@gluon.jit
+def turn_barriers(others, TURNS: gl.constexpr):
+    """Barriers by which two warpgroups take turns; ``others`` where they do not.
+
+    Triton gives the memory of a barrier that nothing waits for to what it hands to the specialised
+    warps, over a barrier that is valid still: such kernels went wrong where processes share a GPU.
+    """
+    turn = others
+    if TURNS != "none":
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turn.index(0), count=1)
+        mbarrier.init(turn.index(1), count=1)
+    return turn
 
 
 def rows_descriptor(x: Tensor, rows: int, BLOCK_D: int) -> TensorDescriptor:
