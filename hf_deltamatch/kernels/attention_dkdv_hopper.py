@@ -34,6 +34,7 @@ from hf_deltamatch.kernels.hopper import (
     add_product,
     async_load,
     columns_descriptor,
+    load_negated_pairs,
     rows_descriptor,
     store_rows,
     to_operand,
@@ -105,7 +106,8 @@ def _step(
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, scores)
     # Straight from memory, before the wait: from shared memory ptxas spills 26 registers a tile.
     rows = start + gl.arange(0, BLOCK_M, by_query)
-    lse2 = gl.load(lse2_ptr + bh.to(gl.int64) * stride_stat + q_slot * 128 + rows)[None, :]
+    stat = bh.to(gl.int64) * stride_stat + q_slot * 128
+    minus_lse2 = load_negated_pairs(lse2_ptr + stat + rows)[None, :]
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     if TURNS == "products":
         mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
@@ -119,9 +121,9 @@ def _step(
         mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     if SOFTCAP:
         t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
-        p = gl.exp2(t * (softcap * LOG2E) - lse2)
+        p = gl.exp2(t * (softcap * LOG2E) + minus_lse2)
     else:
-        p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) - lse2)
+        p = gl.exp2(s * positive(f * (softmax_scale * LOG2E)) + minus_lse2)
     if MASKED:
         seen = (keys < Tk)[:, None] & (rows < Tq)[None, :]
         at = (rows + offset)[None, :]

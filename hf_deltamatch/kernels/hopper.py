@@ -40,6 +40,16 @@ def to_operand(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def load_negated_pairs(at):
+    """``−x`` of the FP32 numbers at ``at``, in a layout where a thread has pairs of neighbours; the
+    compiler would negate each number where an addition can."""
+    return gl.inline_asm_elementwise(
+        "{.reg .f32 x, y; ld.global.v2.f32 {x, y}, [$2]; neg.f32 $0, x; neg.f32 $1, y;}",
+        "=f,=f,l,l", [at], dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def add_product(total, a, b_t, factor):
     """``total + (a b) · factor``: a product over one tile of tokens, added in FP32 registers."""
     zero = gl.zeros_like(total)
