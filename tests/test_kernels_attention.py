@@ -33,6 +33,7 @@ from kernel_cases import (  # noqa: E402
     through_reference,
 )
 
+from hf_deltamatch.ops import attention_kernels  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
 pytestmark = pytest.mark.interpreted
@@ -153,6 +154,22 @@ def test_kernels_equal_the_reference(name: str) -> None:
         residual = row_sum_residual(bwd.ds[0])
         expected = pytest.approx(residual * magnitude.sum().item(), rel=1e-3, abs=1e-12)
         assert sums.abs().sum().item() == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1e-9, 1e9), (1e9, 1, 1e-9), (1e-20, 1, 1e20), (1e20, 1e-9, 1)]
+)
+def test_values_of_any_size(sizes: tuple[float, ...]) -> None:
+    """Tiles of V of sizes far apart: in units of the latest tile's descale where that is in the range of FP32,
+    as they are (the last two) where it is not. Each query's output to what its largest value leaves."""
+    call = make_call(S._replace(Hq=1, Tq=384, Tk=384, D=32, Dv=32))
+    for tile, size in enumerate(sizes):
+        call.v[:, :, 128 * tile : 128 * (tile + 1)] *= size
+    o = attention_kernels.attention_fwd(call.q, call.k, call.v, **call.options).o
+    ref, _ = through_reference(call)
+    assert torch.isfinite(o).all()
+    off = (o - ref.o).norm(dim=-1) / ref.o.norm(dim=-1)
+    assert off.max() < (5e-3 if ON_GPU else 1e-6)
 
 
 def check_two_terms(o: torch.Tensor, expected: torch.Tensor) -> None:

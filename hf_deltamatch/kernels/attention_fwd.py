@@ -24,6 +24,7 @@ from hf_deltamatch.kernels.casts import (
     cast_and_rest,
     cast_e4m3,
     load_scalar,
+    reciprocal,
     regroup_rows,
     unknown_zero,
 )
@@ -56,36 +57,38 @@ def _product_pv(p, vt, zero, TWO_TERMS: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def _fwd_tile(
-    n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
+    n, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
     offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
-    MX: tl.constexpr, TWO_TERMS: tl.constexpr,
+    MX: tl.constexpr, TWO_TERMS: tl.constexpr, IN_UNITS: tl.constexpr = False,
 ):  # fmt: skip
     if MX:
-        return fwd_tile_mx(
+        m, l, r, acc = fwd_tile_mx(
             n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
             k_slot, offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
             softcap, CAUSAL, WINDOW, MASK, SOFTCAP, MASKED, BLOCK_N, SOFT_CAST,
         )  # fmt: skip
+        return m, l, r, unit, acc
     else:
         return _fwd_tile_fp8(
-            n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
+            n, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row,
             k_slot, offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
             softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, BLOCK_N, SOFT_CAST,
-            TWO_TERMS,
+            TWO_TERMS, IN_UNITS,
         )  # fmt: skip
 
 
 @triton.jit
 def _fwd_tile_fp8(
-    n, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
+    n, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr, k_row, vt_row, k_slot,
     offs_m, Tq, Tk, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
-    TWO_TERMS: tl.constexpr,
+    TWO_TERMS: tl.constexpr, IN_UNITS: tl.constexpr,
 ):  # fmt: skip
-    """One key tile of the online softmax."""
+    """One key tile of the online softmax. ``IN_UNITS``: ``acc`` is in units of the descale of the last
+    tile of V, ``unit``, so that a tile costs it one operation an element; otherwise unit is passed on."""
     start = n * BLOCK_N
     offs_n = start + tl.arange(0, BLOCK_N)
     k = k_desc.load([k_row + start, 0])
@@ -122,7 +125,12 @@ def _fwd_tile_fp8(
     if TILE:
         p = tl.exp2(s * c - (top - 8.0)[:, None])
         l = l * alpha + tl.sum(p, 1)
-        part = _product_pv(p, vt, unknown_zero(softcap, SOFT_CAST), TWO_TERMS, SOFT_CAST) * v_tile
+        part = _product_pv(p, vt, unknown_zero(softcap, SOFT_CAST), TWO_TERMS, SOFT_CAST)
+        if IN_UNITS:
+            alpha = alpha * (unit * reciprocal(v_tile, SOFT_CAST))
+            unit = v_tile
+        else:
+            part = part * v_tile
         if MASKED:
             # A poisoned tile of V must not reach rows that see none of it.
             part = tl.where((tl.max(s, 1) > float("-inf"))[:, None] | (part == part), part, 0.0)
@@ -139,7 +147,21 @@ def _fwd_tile_fp8(
         part = _product_pv(p, vt, unknown_zero(softcap, SOFT_CAST), TWO_TERMS, SOFT_CAST)
         acc = acc * tl.exp2(r + (m - top) - r_top)[:, None] + part
         r = r_new
-    return m_new, l, r, acc
+    return m_new, l, r, unit, acc
+
+
+@triton.jit
+def _descales_fit(v_descale_ptr, lo, hi, BLOCK_N: tl.constexpr):
+    """True where O in units of any descale of V of key tiles ``lo … hi − 1`` is in the range of FP32."""
+    first = lo * BLOCK_N // 128
+    end = (hi * BLOCK_N + 127) // 128
+    strange = 0
+    for slot in range(first, end, 128):
+        at = slot + tl.arange(0, 128)
+        descale = tl.load(v_descale_ptr + at, mask=at < end, other=1.0)
+        fits = (descale > 2.0**-50) & (descale < 2.0**50)  # NaN does not
+        strange += tl.sum((~fits).to(tl.int32), 0)
+    return strange == 0
 
 
 @triton.jit
@@ -196,26 +218,39 @@ def _attention_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     r = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    unit = 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for i in tl.range(0, hi - full_hi, num_stages=STAGES):
-        m, l, r, acc = _fwd_tile(
-            hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr,
+        m, l, r, unit, acc = _fwd_tile(
+            hi - 1 - i, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr, v_descale_ptr,
             k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
             stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, BLOCK_N,
             SOFT_CAST, MX, TWO_TERMS,
         )  # fmt: skip
     if MASK == 0:
-        for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
-            m, l, r, acc = _fwd_tile(
-                full_hi - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
+        inner = full_hi - full_lo
+        if TILE:
+            in_units = tl.where(_descales_fit(v_descale_ptr, lo, hi, BLOCK_N), inner, 0)
+            for i in tl.range(0, in_units, num_stages=STAGES):
+                m, l, r, unit, acc = _fwd_tile(
+                    full_hi - 1 - i, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
+                    v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
+                    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
+                    SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST, MX, TWO_TERMS, True,
+                )  # fmt: skip
+            acc = acc * unit
+            inner = inner - in_units
+        for i in tl.range(0, inner, num_stages=STAGES):
+            m, l, r, unit, acc = _fwd_tile(
+                full_hi - 1 - i, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
                 SOFTCAP, TILE, False, BLOCK_N, SOFT_CAST, MX, TWO_TERMS,
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
-            m, l, r, acc = _fwd_tile(
-                full_lo - 1 - i, m, l, r, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
+            m, l, r, unit, acc = _fwd_tile(
+                full_lo - 1 - i, m, l, r, unit, acc, q, q_row, k_desc, vt_desc, k_descale_ptr,
                 v_descale_ptr, k_row, vt_row, k_slot, offs_m, q_len, k_len, offset, window,
                 mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, CAUSAL, WINDOW, MASK,
                 SOFTCAP, TILE, True, BLOCK_N, SOFT_CAST, MX, TWO_TERMS,

@@ -266,3 +266,14 @@ def load_scalar(at, SOFT_CAST: tl.constexpr):
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def reciprocal(x, SOFT_CAST: tl.constexpr):
+    """``1 / x`` of a normal FP32 scalar to its last bit or the one before, in one instruction."""
+    if SOFT_CAST:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
