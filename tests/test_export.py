@@ -71,6 +71,8 @@ def test_folder_is_complete_and_loads_with_transformers_alone(run, tmp_path, cap
     GenerationConfig.from_pretrained(out)
     ids = AutoTokenizer.from_pretrained(out)("a b", add_special_tokens=False).input_ids
     assert len(ids) == 3
+    read = json.loads((out / "tokenizer_config.json").read_text())
+    assert not {"is_local", "local_files_only"} & read.keys()  # of here, not of the tokenizer
     theirs = load_file(out / "model.safetensors")
     ours = load_file(run / "checkpoint-00000003" / "model.safetensors")
     assert theirs.keys() == ours.keys()

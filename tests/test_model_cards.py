@@ -127,5 +127,5 @@ def test_table_of_the_readme() -> None:
     held_out = {f.name: results_of(f)["training"]["spread"]["eval_loss"]["values"] for f in FOLDERS}
     others = zip(held_out["tiny-dm"], held_out["tiny-mp"], strict=True)
     lowest = [sd < min(o) for sd, o in zip(held_out["tiny-sd"], others, strict=True)]
-    said = "SD has the lowest held-out loss in each of the three seeds"
-    assert (said in (CARDS / "README.md").read_text()) == (lowest == [True] * 3)
+    said = f"SD has the lowest held-out loss in {sum(lowest)} of the {len(lowest)} seeds"
+    assert said in (CARDS / "README.md").read_text()

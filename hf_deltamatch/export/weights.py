@@ -14,6 +14,7 @@ from transformers import (
     ByT5Tokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from hf_deltamatch.export.source import Source
@@ -106,7 +107,7 @@ def write_tokenizer(source: Source, folder: Path) -> str:
         if isinstance(tokenizer, ByT5Tokenizer) and len(tokenizer) == len(byte_tokenizer()):
             # The same ids; ByT5's ends a prompt as if it were a document.
             tokenizer = byte_tokenizer()
-        tokenizer.save_pretrained(folder)
+        _save(tokenizer, folder)
         return "UTF-8 bytes" if is_byte_tokenizer(tokenizer) else "of the run"
     if isinstance(options.get("model"), dict) and options.get("tokenizer") is None:
         byte_tokenizer().save_pretrained(folder)  # what the scripts take
@@ -115,10 +116,17 @@ def write_tokenizer(source: Source, folder: Path) -> str:
     if name is None:
         return "none: there is none beside the weights"
     try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+        _save(AutoTokenizer.from_pretrained(name), folder)
     except (OSError, ValueError):
         return f"none: that of {Path(name).name} cannot be loaded"
     return f"of {Path(name).name}"
+
+
+def _save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Without what Transformers keeps of how it was loaded here: "from files at hand only"."""
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
+    tokenizer.save_pretrained(folder)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -1,12 +1,12 @@
 """Tile sizes of the attention kernels by head dimension.
 
-Measured on one H200 (B4 H16 T8192 D128 causal, ms): forward 64×128×4 warps, 2 stages 1.34, 3 stages
-1.47, 128×128×8 1.96; δ + dQ with 64×128 and 2 stages for dQ 3.25, 64×64 and 3 stages 3.45; dK/dV
-64×64×4 4.18, 64×128×8 4.20, 3 stages 6.3 (one program per multiprocessor). Larger tiles spill.
-One launch each for dK and dV: 4.36 at best. D64 (B4 H32): dK/dV 128×64×4 4.4, 64×64×4 6.4, one
-launch each 6.1. D256 (B2 H8): δ + dQ 64×64×4 3.0, 64×64×8 3.1; dK/dV 64×64×8 4.9, 32×64×8 7.4,
-32×64×4 and 32×128×8 23 (spills); 64×128×8 for dQ and a launch each of 128×64×8 do not fit the
-shared memory with grouped heads. The Hopper kernels of D64: dK/dV 64×64 4.7 (plain 5.7 beside it).
+Measured on one H200 (B4 H16 T8192 D128 causal, ms; versions in ``examples/benchmarks/NOTES.md``): forward
+64×128×4 warps, 2 stages 1.33, 3 stages 10 % slower, 128×128×8 1.96; δ 1.11 and dQ 1.83 with 64×128, and 2 stages
+for dQ (64×64 and 3 stages 6 % slower); dK/dV 64×64×4 3.42 (when that took 4.18, 64×128×8 took 4.20 and 3 stages 6.3:
+one program per multiprocessor). Larger tiles spill. One launch each for dK and dV did not pay. D64 (B4 H32): dK/dV
+128×64×4 5.2 (64×64×4 6.4 when it took 5.6). D256 (B2 H8): δ + dQ 64×64×4 2.9, 64×64×8 3 % slower; dK/dV 64×64×8 3.7
+(when it took 4.9, 32×64×8 took 7.4, 32×64×4 and 32×128×8 23: spills); 64×128×8 for dQ and a launch each of 128×64×8
+do not fit the shared memory with grouped heads. The Hopper kernels of D64: dK/dV 64×64 4.7.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ HOPPER_HEADS = (64, 128)
 
 
 class Config(NamedTuple):
-    """``BLOCK_M`` queries × ``BLOCK_N`` keys; both divide 128."""
+    """``BLOCK_M`` queries × ``BLOCK_N`` keys; both divide 128. ``maxnreg``: registers of a thread, where the
+    assembler takes more than it needs and fewer programs fit a multiprocessor."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     STAGES: int
+    maxnreg: int | None = None
 
     def launch(self) -> dict[str, Any]:
-        return {
-            "BLOCK_M": self.BLOCK_M,
-            "BLOCK_N": self.BLOCK_N,
-            "num_warps": self.num_warps,
-            "STAGES": self.STAGES,
-        }
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def _is_small(device: torch.device) -> bool:
