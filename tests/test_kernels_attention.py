@@ -33,6 +33,7 @@ from kernel_cases import (  # noqa: E402
     through_reference,
 )
 
+from hf_deltamatch.kernels import attention_config  # noqa: E402
 from hf_deltamatch.ops import attention_kernels  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
@@ -103,6 +104,7 @@ CASES = {
     "D192-Dv128": (S._replace(D=192, Dv=128, Hq=1), {}),
     "fp16": (S, dict(dtype=torch.float16)),
 }
+SUM_IN_UNITS = ("causal", "window-long", "softcap", "packed", "forward", "D192-Dv128", "fp16")
 
 
 @pytest.fixture(autouse=True)
@@ -123,10 +125,11 @@ def test_writing_outside_of_a_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_the_reference(name: str) -> None:
+def test_kernels_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, both do the same FP32 arithmetic up to the order of sums: 1e-6, and a few casts
     of P or dS that fall on the other side of a tie. On a GPU the tensor cores keep about 14 bits
     and outputs round to their dtype; measured: below 1e-2 everywhere, 2e-4 for δ."""
+    monkeypatch.setattr(attention_config, "FWD_IN_UNITS", name in SUM_IN_UNITS)
     shape, options = CASES[name]
     call = make_call(shape, **options)
     fwd, bwd = through_kernels(call, store_ds=True, row_sums=True)
@@ -159,9 +162,11 @@ def test_kernels_equal_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "sizes", [(1, 1e-9, 1e9), (1e9, 1, 1e-9), (1e-20, 1, 1e20), (1e20, 1e-9, 1)]
 )
-def test_values_of_any_size(sizes: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("in_units", [False, True])
+def test_values_of_any_size(in_units: bool, sizes: tuple[float, ...], monkeypatch) -> None:
     """Tiles of V of sizes far apart: in units of the latest tile's descale where that is in the range of FP32,
     as they are (the last two) where it is not. Each query's output to what its largest value leaves."""
+    monkeypatch.setattr(attention_config, "FWD_IN_UNITS", in_units)
     call = make_call(S._replace(Hq=1, Tq=384, Tk=384, D=32, Dv=32))
     for tile, size in enumerate(sizes):
         call.v[:, :, 128 * tile : 128 * (tile + 1)] *= size

@@ -130,7 +130,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
         x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
         *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, BLOCK_DV=BDV,
-        TWO_TERMS=x.recipe.two_terms, **x.flags(), **c.launch(),
+        TWO_TERMS=x.recipe.two_terms, IN_UNITS=config.FWD_IN_UNITS, **x.flags(), **c.launch(),
     )  # fmt: skip
     return result
 

@@ -26,6 +26,10 @@ HOPPER_HEADS = (64, 128)
 """Padded head dimensions of the Hopper kernels."""
 
 
+FWD_IN_UNITS = False
+"""The forward's sum in units of V's latest descale: fewer instructions, but not yet run on a device."""
+
+
 class Config(NamedTuple):
     """``BLOCK_M`` queries × ``BLOCK_N`` keys; both divide 128. ``maxnreg``: registers of a thread, where the
     assembler takes more than it needs and fewer programs fit a multiprocessor."""

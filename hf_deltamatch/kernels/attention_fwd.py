@@ -173,7 +173,7 @@ def _attention_fwd_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
-    MX: tl.constexpr = False, TWO_TERMS: tl.constexpr = False,
+    MX: tl.constexpr = False, TWO_TERMS: tl.constexpr = False, IN_UNITS: tl.constexpr = False,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
     bh = tl.program_id(1)
@@ -229,7 +229,7 @@ def _attention_fwd_kernel(
         )  # fmt: skip
     if MASK == 0:
         inner = full_hi - full_lo
-        if TILE:
+        if TILE and IN_UNITS:
             in_units = tl.where(_descales_fit(v_descale_ptr, lo, hi, BLOCK_N), inner, 0)
             for i in tl.range(0, in_units, num_stages=STAGES):
                 m, l, r, unit, acc = _fwd_tile(
