@@ -1,6 +1,6 @@
 """Times the attention kernels in other tiles than those of ``attention_config``; a script for a CUDA device.
 
-    python tests/tune_attention.py                     # D128 and D64, what compiles without many spills on 9.0
+    python tests/tune_attention.py                     # D128, D64, D256: what compiles without many spills on 9.0
     python tests/tune_attention.py --shape 4,16,8192,128 --kernel dq --config 64,64,4,2 --config 64,128,4,2,168
     python tests/tune_attention.py --json tune.json
 
@@ -33,7 +33,7 @@ FUNCTIONS = {
 }  # fmt: skip
 KERNELS = {"fwd": "_attention_fwd_kernel", "dkdv": "_attention_bwd_dkdv_kernel"}
 OUTPUTS = {"fwd": ["o"], "delta": ["delta"], "dq": ["dq"], "dkdv": ["dk", "dv"]}
-SHAPES = [(4, 16, 8192, 128), (4, 32, 8192, 64)]
+SHAPES = [(4, 16, 8192, 128), (4, 32, 8192, 64), (2, 8, 8192, 256)]
 DEFAULT = {
     128: {
         "fwd": [(64, 64, 4, 2)],
@@ -46,6 +46,12 @@ DEFAULT = {
         "delta": [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168), (64, 64, 4, 2), (64, 64, 4, 3)],
         "dq": [(64, 128, 4, 2, 168), (64, 64, 4, 2)],
         "dkdv": [(64, 64, 4, 2, 168), (64, 64, 4, 2), (32, 64, 4, 2)],
+    },
+    256: {
+        "fwd": [(64, 128, 8, 2), (128, 64, 8, 2)],
+        "delta": [(64, 128, 8, 2), (128, 64, 8, 2)],
+        "dq": [(64, 64, 8, 2), (64, 128, 8, 2)],
+        "dkdv": [(32, 64, 8, 2)],
     },
 }
 
