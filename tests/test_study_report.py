@@ -116,6 +116,41 @@ def test_written_files(tmp_path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+class Axis:
+    """What is drawn on it."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[str, list[tuple]] = {}
+
+    def __getattr__(self, name: str):
+        return lambda *args, **options: self.drawn.setdefault(name, []).append(args)
+
+
+def test_gaps_of_the_picture_are_paired_over_seeds() -> None:
+    """Arms 0.1 above the baseline of the same seed, whose own losses are apart; a diverged arm does not widen
+    the panel, a missing loss leaves a hole."""
+    from hf_deltamatch.study import plot, sections
+
+    above = {"MP": 0.0, "DM": 0.1, "SD": 5.0}
+    found = []
+    for run in STUDY.runs:
+        if run.setting == "calm":
+            losses = [1.0 + run.seed + above[run.arm]] * 12
+            status = "diverged" if run.arm == "SD" else "done"
+            found.append((run, {"loss": losses, "status": status}))
+    axis = Axis()
+    plot._gaps(axis, STUDY, found)
+    curves = {round(curve[0], 9): curve for (curve,) in axis.drawn["plot"]}
+    assert set(curves) == {0.1, 5.0} and len(curves[0.1]) == 12
+    assert axis.drawn["set_ylim"] == [pytest.approx((-0.15, 0.15))]
+    assert axis.drawn["set_ylabel"] == [("gap to MP",)] and len(axis.drawn["fill_between"]) == 2
+    sections.by_seed(found, "DM")[0]["loss"][3] = None
+    axis = Axis()
+    plot._gaps(axis, STUDY, found)
+    holes = [i for (c,) in axis.drawn["plot"] for i, x in enumerate(c) if math.isnan(x)]
+    assert holes[0] == 3
+
+
 def test_summary_of_a_run() -> None:
     options = Train(steps=10, last=2, diverged_above=0.5)
     calm = summary([3.0, 2.0, 1.0, 1.2, 1.0], [1.0] * 5, options, 0, None)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from pathlib import Path
 
 from hf_deltamatch.study import claims
 from hf_deltamatch.study.claims import spread
-from hf_deltamatch.study.spec import Run, Study
+from hf_deltamatch.study.plot import plot
+from hf_deltamatch.study.sections import by_seed, sections
+from hf_deltamatch.study.spec import Study
 
 
 def build_report(study: Study, rows: dict[str, dict]) -> dict:
@@ -21,7 +22,7 @@ def build_report(study: Study, rows: dict[str, dict]) -> dict:
     mine = [(run, rows[run.key]) for run in study.runs if run.key in rows]
     settings, gaps = {}, []
     for setting, found in sections(study, mine).items():
-        by_arm = {arm: _by_seed(found, arm) for arm in study.arms}
+        by_arm = {arm: by_seed(found, arm) for arm in study.arms}
         base = by_arm[study.baseline]
         settings[setting] = {
             arm: _arm(seeds, None if arm == study.baseline else base)
@@ -49,43 +50,6 @@ def build_report(study: Study, rows: dict[str, dict]) -> dict:
         },
         "study": study.source,
     }
-
-
-def sections(study: Study, mine: list[tuple[Run, dict]]) -> dict[str, list[tuple[Run, dict]]]:
-    """Runs and rows by setting; the second stage of a setting is a section of its own."""
-    found: dict[str, list] = {}
-    for setting in study.settings:
-        here = [(run, row) for run, row in mine if run.setting == setting]
-        if not here:
-            continue
-        found[setting] = here
-        stage = here[0][0].stage
-        if stage is not None:
-            found[stage] = [(run, _second(row)) for run, row in here]
-    return found
-
-
-def _second(row: dict) -> dict:
-    """The second stage of a run as if it were one. One that diverged before has none, and counts as
-    diverged."""
-    if row["status"] == "failed":
-        return row
-    nothing = dict.fromkeys(
-        (
-            "final_loss",
-            "best_loss",
-            "held_out_loss",
-            "grad_norm_last",
-            "seconds",
-            "tokens_per_second",
-        )
-    )
-    nothing |= {"status": "diverged", "skipped_steps": 0, "loss": [], "residual": {"values": []}}
-    return row["then"] or nothing
-
-
-def _by_seed(found: list[tuple[Run, dict]], arm: str) -> dict[int, dict]:
-    return {run.seed: row for run, row in found if run.arm == arm}
 
 
 def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
@@ -241,58 +205,6 @@ def _gap(arm: dict) -> str:
         return f"–{lost}"
     text = f"{gap['mean']:+.3f}"
     return (text if gap["std"] is None else f"{text} ± {gap['std']:.3f}") + lost
-
-
-def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
-    """Loss over steps, a panel per setting: thin lines are seeds, thick ones their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    mine = [(run, rows[run.key]) for run in study.runs if run.key in rows]
-    mine = [(run, row) for run, row in mine if row["status"] != "failed"]
-    shown = {
-        name: [(run, row) for run, row in found if row["loss"]]
-        for name, found in sections(study, mine).items()
-    }
-    shown = {name: found for name, found in shown.items() if found}
-    if not shown:
-        return
-    columns = min(3, len(shown))
-    lines = -(-len(shown) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(shown) :]:
-        axis.set_visible(False)
-    for axis, (setting, found) in zip(axes.flat, shown.items(), strict=False):
-        highest = 0.0
-        for index, arm in enumerate(study.arms):
-            curves = [_smooth(row["loss"]) for row in _by_seed(found, arm).values()]
-            for curve in curves:
-                axis.plot(curve, color=f"C{index}", linewidth=0.6, alpha=0.5)
-                highest = max(highest, *(x for x in curve if math.isfinite(x)), 0.0)
-            if curves:
-                mean = [statistics.fmean(p) for p in zip(*curves, strict=False)]
-                axis.plot(mean, color=f"C{index}", linewidth=1.6, label=arm)
-        finals = [row["best_loss"] for _, row in found if row["best_loss"] is not None]
-        if finals:
-            top = max(2.2 * min(finals), 1.1 * max(finals))  # a diverged run may leave the picture
-            top = min(top, 1.05 * highest) if highest > min(finals) else top
-            axis.set_ylim(0.95 * min(finals), top)
-        axis.set_title(setting)
-        axis.set_xlabel("step")
-        axis.set_ylabel("loss (nats per token)")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _smooth(losses: list, width: int = 20) -> list[float]:
-    values = [math.nan if x is None else x for x in losses]
-    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool = True) -> dict:
