@@ -26,8 +26,8 @@ multiplies by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emu
 
 HOPPER_VARIABLE = "HF_DELTAMATCH_HOPPER"
 """Environment variable: ``1`` for faster kernels of attention's backward on 9.0, in a process that has
-its GPU to itself. Where several processes take turns on one, these hang or fault
-(``examples/benchmarks/NOTES.md``)."""
+its GPU to itself. Where several processes took turns on one, these hung or faulted; they have not been run there
+since what was undefined in them is gone (``examples/benchmarks/NOTES.md``)."""
 
 NATIVE_MX = ((10, 0), (10, 3), (12, 0))
 """Where every product of block ``mx`` is a block-scaled FP8 instruction."""
