@@ -66,6 +66,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--config", type=numbers, action="append", metavar="M,N,WARPS,STAGES[,REGS]"
     )
+    parser.add_argument(
+        "--in-units",
+        action="store_true",
+        help="FWD_IN_UNITS for the rows of fwd, in the tiles in use too",
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -76,10 +81,12 @@ def main(argv: list[str] | None = None) -> None:
         call = _call(*shape)
         for kernel in args.kernel or FUNCTIONS:
             expected, used = _measure(call, kernel)
-            for numbers_of in args.config or known.get(kernel, []):
+            in_units = args.in_units and kernel == "fwd"
+            in_use = [tuple(config_in_use(kernel, shape[3]))[:4]] if in_units else []
+            for numbers_of in in_use + list(args.config or known.get(kernel, [])):
                 row: dict[str, Any] = {"shape": shape, "kernel": kernel, "config": numbers_of}
                 try:
-                    with _instead(kernel, Config(*numbers_of)):
+                    with _instead(kernel, Config(*numbers_of), in_units):
                         found, row["ms"] = _measure(call, kernel)
                     pairs = zip(found, expected, strict=True)
                     row["difference"] = max(rel_rms(a, b) for a, b in pairs)
@@ -114,16 +121,23 @@ def _call(B: int, H: int, T: int, D: int):
     return call
 
 
+def config_in_use(kernel: str, D: int) -> Config:
+    found = getattr(attention_config, FUNCTIONS[kernel])(D, D, torch.device("cuda"))
+    return found[0][0] if kernel == "dkdv" else found
+
+
 @contextmanager
-def _instead(kernel: str, config: Config) -> Iterator[None]:
+def _instead(kernel: str, config: Config, in_units: bool) -> Iterator[None]:
     name = FUNCTIONS[kernel]
-    saved = getattr(attention_config, name)
+    saved = getattr(attention_config, name), attention_config.FWD_IN_UNITS
     new = [(config, True, True)] if kernel == "dkdv" else config
     setattr(attention_config, name, lambda *args: new)
+    attention_config.FWD_IN_UNITS = in_units
     try:
         yield
     finally:
-        setattr(attention_config, name, saved)
+        setattr(attention_config, name, saved[0])
+        attention_config.FWD_IN_UNITS = saved[1]
 
 
 def _measure(call, kernel: str, calls: int = 8) -> tuple[list[Tensor], float]:
