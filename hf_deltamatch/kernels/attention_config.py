@@ -1,12 +1,13 @@
 """Tile sizes of the attention kernels by head dimension.
 
-Measured on one H200 (B4 H16 T8192 D128 causal, ms; versions in ``examples/benchmarks/NOTES.md``): forward
-64×128×4 warps, 2 stages 1.33, 3 stages 10 % slower, 128×128×8 1.96; δ 1.11 and dQ 1.83 with 64×128, and 2 stages
-for dQ (64×64 and 3 stages 6 % slower); dK/dV 64×64×4 3.42 (when that took 4.18, 64×128×8 took 4.20 and 3 stages 6.3:
-one program per multiprocessor). Larger tiles spill. One launch each for dK and dV did not pay. D64 (B4 H32): dK/dV
-128×64×4 5.2 (64×64×4 6.4 when it took 5.6). D256 (B2 H8): δ + dQ 64×64×4 2.9, 64×64×8 3 % slower; dK/dV 64×64×8 3.7
-(when it took 4.9, 32×64×8 took 7.4, 32×64×4 and 32×128×8 23: spills); 64×128×8 for dQ and a launch each of 128×64×8
-do not fit the shared memory with grouped heads. The Hopper kernels of D64: dK/dV 64×64 4.7.
+Measured on one H200, ms; versions in ``examples/benchmarks/NOTES.md``. B4 H16 T8192 D128 causal: forward
+64×128×4 warps with 2 stages 1.33, 3 stages 10 % slower, 128×128×8 1.96; δ 1.11 and dQ 1.83 with 64×128, and
+2 stages for dQ (64×64 and 3 stages 6 % slower); dK/dV 64×64×4 3.42 (when that took 4.18, 64×128×8 took
+4.20 and 3 stages 6.3: one program per multiprocessor). Larger tiles spill. One launch each for dK and dV
+did not pay. D64 (B4 H32): dK/dV 128×64×4 5.2 (64×64×4 6.4 when it took 5.6). D256 (B2 H8): δ + dQ 64×64×4
+2.9, 64×64×8 3 % slower; dK/dV 64×64×8 3.7 (when it took 4.9, 32×64×8 took 7.4, 32×64×4 and 32×128×8 23:
+spills); 64×128×8 for dQ and a launch each of 128×64×8 do not fit the shared memory with grouped heads. The
+Hopper kernels of D64: dK/dV 64×64 4.7. ``tests/tune_attention.py`` times others.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ register operand and leaves the product. δ comes from the query-row kernel; tha
 here is what the row sums of the debug store show. Reference: ``reference.attention_bwd`` with
 ``block_m = BLOCK_M``.
 
-``MX``: descales are E8M0 codes, and the transposed copies have their own; see ``attention_mx``.
+Tiles come by pointers (see ``tiles``), ``*_src``; under ``MX`` these are TMA descriptors, descales are
+E8M0 codes, and the transposed copies have their own: see ``attention_mx``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _dkdv_tile(
     i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
     q_slot, offs_n, Tq, Tk, T_queries, D_STORED: tl.constexpr, DV_STORED: tl.constexpr, slots_q,
-    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys,
+    k_base, stride_stat,
     qt_code_ptr, dot_code_ptr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
@@ -76,7 +78,8 @@ def _dkdv_tile_fp8(
     i, tiles, first_tile, dk, dv, k, v, k_row, v_row, q_src, do_src, qt_src, dot_src,
     q_descale_ptr, do_descale_ptr, q_fold_ptr, do_fold_ptr, lse2_ptr, shifted_ptr, head, q_base,
     q_slot, offs_n, Tq, Tk, T_queries, D_STORED: tl.constexpr, DV_STORED: tl.constexpr, slots_q,
-    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base, stride_stat,
+    offset, window, mask_ptr, stride_mh, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys,
+    k_base, stride_stat,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     DLSE: tl.constexpr, TILE: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr,
     STORE_DS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
