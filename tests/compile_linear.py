@@ -28,7 +28,7 @@ def main(capability: int) -> None:
 
     JITFunction.run = compile_only
     from hf_deltamatch import LinearRecipe
-    from hf_deltamatch.kernels import gated, launch
+    from hf_deltamatch.kernels import gated, launch, linear_gated
     from hf_deltamatch.kernels.linear import quantize
 
     launch._watched = lambda: True  # every launch goes through Triton, which is cut off
@@ -44,6 +44,10 @@ def main(capability: int) -> None:
         gated.gated(x, x)
         for with_h in (False, True):
             gated.gated_bwd(x, x, x, with_h=with_h)
+        for recipe, side in itertools.product(recipes, sides):
+            if linear_gated.fits(x, x, recipe):
+                side = {"rows": False, "columns": False, **side}
+                linear_gated.gated_bwd_quantize(x, x, x, recipe, product=side["columns"], **side)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,15 @@ def feed_forwards(model) -> list:
     return [layer.mlp for layer in model.model.layers]
 
 
+@pytest.mark.parametrize("fuse", [True, "whole"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "qwen2", "smollm3"])
-def test_the_same_loss_and_gradients(model_type: str) -> None:
+def test_the_same_loss_and_gradients(model_type: str, fuse: bool | str) -> None:
     plain, fused = tiny(model_type), tiny(model_type)
     hf_deltamatch.swap_linears(plain)
     names = list(fused.state_dict())
-    report = hf_deltamatch.swap_linears(fused, fuse_gated=True)
+    report = hf_deltamatch.swap_linears(fused, fuse_gated=fuse)
+    if fuse == "whole":
+        assert f"{fused.config.num_hidden_layers} of them are one op" in str(report)
     layers = fused.config.num_hidden_layers
     assert f"{layers} gated feed-forward modules keep nothing of their product" in str(report)
     base = type(feed_forwards(plain)[0])
@@ -116,15 +119,44 @@ def test_lora_on_down_proj() -> None:
         assert_close(grad, expected[name], rms=1e-6, what=name)
 
 
-def test_copies_and_going_back() -> None:
+def test_whole_where_it_can_be() -> None:
+    """Biases, recipes that differ, high-precision grad_weight, hooks: down_proj alone, with the reason."""
+    for options, changes, why in (
+        ({}, {"mlp_bias": True}, "gate_proj has a bias"),
+        ({"layers": {"*.up_proj": "rowwise"}}, {}, "up_proj and down_proj have different recipes"),
+        (
+            {"recipe": hf_deltamatch.LinearRecipe(grad_weight_hp=True)},
+            {},
+            "grad_weight_hp keeps inputs",
+        ),
+    ):
+        model = tiny(**changes)
+        report = hf_deltamatch.swap_linears(model, fuse_gated="whole", **options)
+        assert "0 of them are one op" in str(report) and f"are not one op: {why}" in str(report)
+        assert all(isinstance(m, gated.FusedGated) for m in feed_forwards(model))
+        step(model)
     model = tiny()
+    hf_deltamatch.swap_linears(model, fuse_gated="whole")
+    (loss, _), seen = step(model), []
+    hook = feed_forwards(model)[0].gate_proj.register_forward_hook(lambda *a: seen.append(a))
+    assert step(model)[0] == pytest.approx(loss, rel=1e-5) and len(seen) == 1
+    hook.remove()
     hf_deltamatch.swap_linears(model, fuse_gated=True)
+    assert not any(isinstance(m, gated.FusedWhole) for m in model.modules())
+    with pytest.raises(ValueError, match="fuse_gated is 'all'"):
+        hf_deltamatch.swap_linears(model, fuse_gated="all")
+
+
+@pytest.mark.parametrize("fuse", [True, "whole"])
+def test_copies_and_going_back(fuse: bool | str) -> None:
+    model = tiny()
+    hf_deltamatch.swap_linears(model, fuse_gated=fuse)
     loss, _ = step(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert all(isinstance(m, gated.FusedGated) for m in feed_forwards(other))
+        assert all(type(m) is type(feed_forwards(model)[0]) for m in feed_forwards(other))
         assert step(other)[0] == loss
         assert feed_forwards(other)[0].down_proj is not feed_forwards(model)[0].down_proj
     assert hf_deltamatch.swap_linears(model).notes == [] and isinstance(
@@ -148,11 +180,12 @@ def test_saved_and_loaded(tmp_path) -> None:
         assert torch.equal(loaded.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("fuse", [True, "whole"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
+def test_checkpointing(reentrant: bool, fuse: bool | str) -> None:
     plain, other = tiny(), tiny()
     for model in (plain, other):
-        hf_deltamatch.swap_linears(model, fuse_gated=True)
+        hf_deltamatch.swap_linears(model, fuse_gated=fuse)
     other.gradient_checkpointing_enable({"use_reentrant": reentrant})
     (loss, grads), (again, expected) = step(other.train()), step(plain.train())
     assert loss == again
@@ -160,10 +193,11 @@ def test_checkpointing(reentrant: bool) -> None:
         assert torch.equal(grad, expected[name]), name
 
 
-def test_compile() -> None:
+@pytest.mark.parametrize("fuse", [True, "whole"])
+def test_compile(fuse: bool | str) -> None:
     torch._dynamo.reset()
     model = tiny()
-    hf_deltamatch.swap_linears(model, fuse_gated=True)
+    hf_deltamatch.swap_linears(model, fuse_gated=fuse)
     module = feed_forwards(model)[0]
     x = torch.randn(33, model.config.hidden_size)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

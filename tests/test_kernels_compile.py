@@ -88,6 +88,7 @@ def test_kernels_of_a_linear_compile(capability: tuple[int, int], tmp_path: Path
     kernels = run_script("compile_linear.py", capability, tmp_path)
     names = {kernel["kernel"] for kernel in kernels}
     assert {"_quantize_matrix_kernel", "_quantize_pairs_kernel", "_gated_bwd_kernel"} <= names
+    assert "_gated_bwd_quantize_kernel" in names
     assert len(kernels) > 100 and all(kernel["shared"] <= SMALL_BYTES for kernel in kernels)
 
 

@@ -71,13 +71,16 @@ class Size(NamedTuple):
 
 
 class Arm(NamedTuple):
+    """``linears``: False, or ``fuse_gated`` of :func:`swap_linears`."""
+
     attention: bool
-    linears: bool
+    linears: bool | str
 
 
 ARMS = {
     "bf16": Arm(False, False),
     "fp8": Arm(True, True),
+    "fp8-whole": Arm(True, "whole"),
     "fp8-attention": Arm(True, False),
     "fp8-linears": Arm(False, True),
 }
@@ -203,7 +206,7 @@ def _model(
         set_attention_recipe(model, backend=backend)
     if not arm.linears:
         return model, 0
-    report = swap_linears(model, backend=backend, fuse_gated=True)
+    report = swap_linears(model, backend=backend, fuse_gated=arm.linears)
     return model, len(report.swapped)
 
 

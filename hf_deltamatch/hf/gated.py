@@ -1,4 +1,4 @@
-"""Gated feed-forward modules (SwiGLU) whose down_proj is an FP8 linear, with that product in one op.
+"""Gated feed-forward modules (SwiGLU) of FP8 linears, with down_proj of the product, or all of it, in one op.
 
 A module counts whose class's forward is the one that most of Transformers' models share, compiled to
 the same instructions: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. Its own class gets a
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from hf_deltamatch.hf.linear_modules import FP8Linear
-from hf_deltamatch.ops import fp8_gated_linear
+from hf_deltamatch.ops import fp8_gated_linear, fp8_swiglu
 
 
 def _shared_forward(self, x):
@@ -25,6 +25,7 @@ def _shared_forward(self, x):
     return down_proj
 
 
+WHOLE = "whole"
 _CODE = _shared_forward.__code__
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
@@ -42,17 +43,39 @@ class FusedGated:
         )  # fmt: skip
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _rebuilt, (type(self).__mro__[2],), self.__getstate__()
+        return _rebuilt, (_own_class(self), isinstance(self, FusedWhole)), self.__getstate__()
 
 
-def _rebuilt(base: type[nn.Module]) -> nn.Module:
-    cls = _fused(base)
+class FusedWhole(FusedGated):
+    """The same, with gate_proj and up_proj in the op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.down_proj
+        if why_not_whole(self):
+            return super().forward(x)
+        return fp8_swiglu(
+            x,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            down.weight,
+            down.fp8_recipe,
+            down.fp8_backend,
+        )
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return next(c for c in type(module).__mro__ if not issubclass(c, FusedGated))
+
+
+def _rebuilt(base: type[nn.Module], whole: bool = False) -> nn.Module:
+    cls = _fused(base, whole)
     return cls.__new__(cls)
 
 
 @functools.cache
-def _fused(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FP8{base.__name__}", (FusedGated, base), {"__module__": base.__module__})
+def _fused(base: type[nn.Module], whole: bool) -> type[nn.Module]:
+    bases = (FusedWhole if whole else FusedGated, base)
+    return type(f"FP8{base.__name__}", bases, {"__module__": base.__module__})
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -68,40 +91,74 @@ def is_gated(module: nn.Module) -> bool:
     return isinstance(getattr(module, "act_fn", None), _SILU) and "forward" not in vars(module)
 
 
-def why_not(down: nn.Module) -> str | None:
-    """Why the product cannot be taken from this down_proj's weight: what would be passed over."""
-    if type(down) is not FP8Linear:
-        return f"down_proj is {type(down).__name__}"
-    if "forward" in vars(down):
-        return "down_proj's forward is replaced on the instance"
+def why_not(linear: nn.Module, name: str = "down_proj") -> str | None:
+    """Why the product cannot be taken from this linear's weight: what would be passed over."""
+    if type(linear) is not FP8Linear:
+        return f"{name} is {type(linear).__name__}"
+    if "forward" in vars(linear):
+        return f"{name}'s forward is replaced on the instance"
     hooks = (
-        down._forward_hooks, down._forward_pre_hooks, down._backward_hooks, down._backward_pre_hooks,
+        linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks,
+        linear._backward_pre_hooks,
     )  # fmt: skip
-    return "down_proj has hooks" if any(hooks) else None
+    return f"{name} has hooks" if any(hooks) else None
 
 
-def choose_gated(model: nn.Module, fuse: bool | None) -> list[str]:
+def why_not_whole(module: nn.Module) -> str | None:
+    """Why the three linears of this module cannot be one op."""
+    down = module.down_proj
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        linear = getattr(module, name)
+        if reason := why_not(linear, name):
+            return reason
+        if linear.bias is not None:
+            return f"{name} has a bias"
+        if (linear.fp8_recipe, linear.fp8_backend) != (down.fp8_recipe, down.fp8_backend):
+            return f"{name} and down_proj have different recipes or backends"
+    return (
+        "grad_weight_hp keeps inputs in high precision" if down.fp8_recipe.grad_weight_hp else None
+    )
+
+
+def choose_gated(model: nn.Module, fuse: bool | str | None) -> list[str]:
     """Fuse what can be (False undoes it, None changes nothing); what to know of it."""
     if fuse is None:
         return []
     modules = [m for m in model.modules() if is_gated(m)]
     reasons: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
     for module in modules:
         reason = why_not(module.down_proj) if fuse else ""
         if reason is None:
-            if not isinstance(module, FusedGated):
-                module.__class__ = _fused(type(module))
+            left = why_not_whole(module) if fuse == WHOLE else ""
+            if left:
+                parts[left] += 1
+            module.__class__ = _fused(_own_class(module), left is None)
         else:
             unfuse_module(module)
             reasons[reason] += 1
     if not fuse:
         return []
+    whole = (
+        []
+        if fuse != WHOLE
+        else [f"{len(modules) - reasons.total() - parts.total()} of them are one op"]
+    )
     return [
         f"{len(modules) - reasons.total()} gated feed-forward modules keep nothing of their product",
+        *whole,
+        *(f"{n} gated feed-forward modules are not one op: {why}" for why, n in parts.items()),
         *(f"{n} gated feed-forward modules are not fused: {why}" for why, n in reasons.items()),
     ]
 
 
+def check_fuse(fuse: bool | str | None) -> None:
+    if fuse not in (None, False, True, WHOLE):
+        raise ValueError(
+            f"swap_linears: fuse_gated is {fuse!r}; it must be True, False, None or {WHOLE!r}."
+        )
+
+
 def unfuse_module(module: nn.Module) -> None:
     if isinstance(module, FusedGated):
-        module.__class__ = type(module).__mro__[2]
+        module.__class__ = _own_class(module)

@@ -23,7 +23,7 @@ from hf_deltamatch.hf.experts import (
     swap_experts,
     unswap_experts,
 )
-from hf_deltamatch.hf.gated import choose_gated, unfuse_module
+from hf_deltamatch.hf.gated import check_fuse, choose_gated, unfuse_module
 from hf_deltamatch.hf.layer_words import named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_modules import FP8Conv1D, FP8Linear, FP8Module
@@ -88,7 +88,7 @@ def swap_linears(
     include: Iterable[str] = (),
     modules_to_not_convert: Iterable[str] | None = None,
     layers: dict[str, str | LinearRecipe] | str | None = None,
-    fuse_gated: bool | None = None,
+    fuse_gated: bool | str | None = None,
     backend: str | None = None,
 ) -> SwapReport:
     """Turn the linears of ``model`` into FP8 linears, in place.
@@ -117,8 +117,9 @@ def swap_linears(
             ``"first_last_bf16"`` instead of a dict leaves the first and the last layer.
         fuse_gated: True runs ``down_proj(silu(gate) * up)`` of feed-forward modules with Transformers'
             usual forward as one op, which keeps nothing of the product for the backward
-            (:func:`hf_deltamatch.ops.fp8_gated_linear`); False undoes it, None leaves it as it is.
-            Not saved with the model. down_proj with hooks or a wrapper runs as before.
+            (:func:`hf_deltamatch.ops.fp8_gated_linear`), ``"whole"`` gate_proj and up_proj in it as well
+            (:func:`hf_deltamatch.ops.fp8_swiglu`; not yet run on a GPU); False undoes it, None leaves it
+            as it is. Not saved with the model. A linear with hooks or a wrapper runs as before.
         backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what a module has (by device where
             none was ever named).
 
@@ -138,6 +139,7 @@ def swap_linears(
     """
     require_module("swap_linears", model)
     check_backend("swap_linears", backend)
+    check_fuse(fuse_gated)
     filter_fn = auto_filter(filter_fn, tokens)
     plan = plan_linears(
         model,

@@ -39,6 +39,11 @@ from hf_deltamatch.recipes import LinearRecipe
 _BLOCKS = {"blockwise": (VECTOR, TILE_128, TILE_128), "rowwise": (ROW,) * 3, "mx": (MX,) * 3}
 
 
+def blocks_of(recipe: LinearRecipe) -> tuple[str, str, str]:
+    """Blocks of dy and of x where features are contracted, of x where tokens are, of weights."""
+    return _BLOCKS[recipe.scaling]
+
+
 def quantize(
     x: Tensor, recipe: LinearRecipe, what: str, *, rows: bool = False, columns: bool = False
 ) -> tuple[Operand, Operand]:

@@ -71,7 +71,7 @@ def group_of(block: str) -> int:
     return MX_BLOCK if block == MX else TILE
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """How to allocate an :class:`Operand`."""
 
     payload: tuple[int, int]
@@ -84,7 +84,7 @@ class _Side(NamedTuple):
     contracted: int
 
     @classmethod
-    def of(cls, block: str, outer: int, contracted: int) -> _Side:
+    def of(cls, block: str, outer: int, contracted: int) -> Side:
         payload, descale = payload_shape(outer, contracted), descale_shape(block, outer, contracted)
         # Blocks that only pad are not written; 0 rows or columns leave all of them so.
         pads = block == TILE_128 and -(-contracted // TILE) % 4 != 0
@@ -112,7 +112,7 @@ class _Plan(NamedTuple):
     kernel and of the other (:func:`launch`).
     """
 
-    sides: tuple[_Side | None, _Side | None]
+    sides: tuple[Side | None, Side | None]
     swapped: bool
     programs: int
     pairs: bool
@@ -144,8 +144,8 @@ def _plan(
     R, C = shape
     row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
     sides = (
-        _Side.of(block, R, C) if rows else None,
-        _Side.of(columns_block, C, R) if columns else None,
+        Side.of(block, R, C) if rows else None,
+        Side.of(columns_block, C, R) if columns else None,
     )
     programs = row_tiles * column_tiles if rows or columns else 0
     even = R % TILE == 0 and C % TILE == 0

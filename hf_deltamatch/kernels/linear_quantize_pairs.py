@@ -60,7 +60,7 @@ def _load(tile, j, rows, words, stride, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     x_ptr, row_tile, column_tile, R, C, stride_r, K: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Four times int32 ``[32, 64]``. ``EVEN``: the tile is whole."""
@@ -295,17 +295,31 @@ def _quantize_pairs_kernel(
     SOFT_CAST: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x [R, C]`` to ``rows``, ``columns`` or both (None: not asked for)."""
+    pid = tl.program_id(0)
+    row_tile = pid // column_tiles
+    column_tile = pid % column_tiles
+    x0, x1, x2, x3 = load_tile(x_ptr, row_tile, column_tile, R, C, stride_r, K, EVEN)
+    quantize_tile(
+        x0, x1, x2, x3, rows_ptr, rows_descale_ptr, rows_amax_ptr, columns_ptr, columns_descale_ptr,
+        columns_amax_ptr, R, C, row_tile, column_tile, row_tiles, column_tiles, ROWS_BLOCK,
+        COLUMNS_BLOCK, POW2, x_ptr.dtype.element_ty == tl.float16, SOFT_CAST, EVEN, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_tile(
+    x0, x1, x2, x3, rows_ptr, rows_descale_ptr, rows_amax_ptr, columns_ptr, columns_descale_ptr,
+    columns_amax_ptr, R, C, row_tile, column_tile, row_tiles, column_tiles,
+    ROWS_BLOCK: tl.constexpr, COLUMNS_BLOCK: tl.constexpr, POW2: tl.constexpr, HALF: tl.constexpr,
+    SOFT_CAST: tl.constexpr, EVEN: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile's words (:func:`load_tile`) to payloads and descales."""
     ROWS: tl.constexpr = rows_ptr is not None
     COLUMNS: tl.constexpr = columns_ptr is not None
-    HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     if ROWS:
         E5M2: tl.constexpr = rows_ptr.dtype.element_ty == tl.float8e5
     else:
         E5M2: tl.constexpr = columns_ptr.dtype.element_ty == tl.float8e5
-    pid = tl.program_id(0)
-    row_tile = pid // column_tiles
-    column_tile = pid % column_tiles
-    x0, x1, x2, x3 = _load_tile(x_ptr, row_tile, column_tile, R, C, stride_r, K, EVEN)
     BY_ROW: tl.constexpr = ROWS and (ROWS_BLOCK == "1x128" or ROWS_BLOCK == "1x32")
     BY_COLUMN: tl.constexpr = COLUMNS and (COLUMNS_BLOCK == "1x128" or COLUMNS_BLOCK == "1x32")
     row_a, row_b, column_top = None, None, None
@@ -352,7 +366,7 @@ def _pairs_amax_kernel(
     pid = tl.program_id(0)
     row_tile = pid // column_tiles
     column_tile = pid % column_tiles
-    x0, x1, x2, x3 = _load_tile(x_ptr, row_tile, column_tile, R, C, stride_r, K, EVEN)
+    x0, x1, x2, x3 = load_tile(x_ptr, row_tile, column_tile, R, C, stride_r, K, EVEN)
     i = tl.arange(0, 128)
     if rows_ptr is not None:
         outer = (R + 15) // 16 * 16

@@ -5,6 +5,7 @@ from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
 from hf_deltamatch.ops.experts import fp8_experts_linear
 from hf_deltamatch.ops.gated import fp8_gated_linear
 from hf_deltamatch.ops.linear import fp8_linear
+from hf_deltamatch.ops.swiglu import fp8_swiglu
 
 __all__ = [
     "attention_bwd",
@@ -13,4 +14,5 @@ __all__ = [
     "fp8_experts_linear",
     "fp8_gated_linear",
     "fp8_linear",
+    "fp8_swiglu",
 ]

@@ -1,0 +1,153 @@
+"""Kernel: the backward of ``silu(gate) · up`` straight to FP8 operands.
+
+What :mod:`hf_deltamatch.kernels.gated` computes, rounded to the dtype of gate, and what the quantisers of
+linears make of it, bit for bit, without the three matrices between: 11 bytes an element read and written
+instead of 23.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_deltamatch.formats import FORMATS
+from hf_deltamatch.kernels.casts import round_bf16
+from hf_deltamatch.kernels.launch import SOFT_CAST
+from hf_deltamatch.kernels.linear import blocks_of
+from hf_deltamatch.kernels.linear_operands import ROW, TILE, Operand, Side
+from hf_deltamatch.kernels.linear_pairs import high, low
+from hf_deltamatch.kernels.linear_quantize_pairs import load_tile, quantize_tile
+from hf_deltamatch.recipes import LinearRecipe
+
+PROGRAM = {"num_warps": 8, "maxnreg": 128}
+"""Launch options: two programs a multiprocessor. Not measured."""
+DGATE, DUP, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _pack(a, b, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """FP32 neighbours, rounded to nearest even, as a word."""
+    if SOFT_CAST and HALF:
+        a = a.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (b.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | (a & 0xFFFF)
+    elif SOFT_CAST:
+        a = round_bf16(a).to(tl.int32, bitcast=True)
+        return (round_bf16(b).to(tl.int32, bitcast=True) & -65536) | ((a >> 16) & 0xFFFF)
+    elif HALF:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, True, 1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, True, 1
+        )
+
+
+@triton.jit
+def _value(d, g, u, WHICH: tl.constexpr):
+    s = tl.sigmoid(g)
+    if WHICH == DGATE:
+        return d * u * s * (1.0 + g * (1.0 - s))
+    elif WHICH == DUP:
+        return d * g * s
+    else:
+        return g * s * u
+
+
+@triton.jit
+def _words(d, g, u, WHICH: tl.constexpr, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
+    a = _value(low(d, HALF), low(g, HALF), low(u, HALF), WHICH)
+    b = _value(high(d, HALF), high(g, HALF), high(u, HALF), WHICH)
+    return _pack(a, b, HALF, SOFT_CAST)
+
+
+@triton.jit(do_not_specialize=["R", "row_tiles"])
+def _gated_bwd_quantize_kernel(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dgate_descale_ptr, dgate_t_ptr, dgate_t_descale_ptr, dup_ptr,
+    dup_descale_ptr, dup_t_ptr, dup_t_descale_ptr, h_t_ptr, h_t_descale_ptr, R, C, row_tiles,
+    column_tiles, stride_dh, stride_gate, stride_up,
+    BLOCK: tl.constexpr, SAVED_BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``[R, C]``: gradients of gate and up by rows and by columns, the product by columns."""
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
+    pid = tl.program_id(0)
+    row_tile = pid // column_tiles
+    column_tile = pid % column_tiles
+    g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
+    u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
+    if h_t_ptr is not None:
+        quantize_tile(
+            _words(g0, g0, u0, PRODUCT, HALF, SOFT_CAST), _words(g1, g1, u1, PRODUCT, HALF, SOFT_CAST),
+            _words(g2, g2, u2, PRODUCT, HALF, SOFT_CAST), _words(g3, g3, u3, PRODUCT, HALF, SOFT_CAST),
+            None, None, None, h_t_ptr, h_t_descale_ptr, None, R, C, row_tile, column_tile, row_tiles,
+            column_tiles, SAVED_BLOCK, SAVED_BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+        )  # fmt: skip
+    d0, d1, d2, d3 = load_tile(dh_ptr, row_tile, column_tile, R, C, stride_dh, K, EVEN)
+    quantize_tile(
+        _words(d0, g0, u0, DGATE, HALF, SOFT_CAST), _words(d1, g1, u1, DGATE, HALF, SOFT_CAST),
+        _words(d2, g2, u2, DGATE, HALF, SOFT_CAST), _words(d3, g3, u3, DGATE, HALF, SOFT_CAST),
+        dgate_ptr, dgate_descale_ptr, None, dgate_t_ptr, dgate_t_descale_ptr, None, R, C, row_tile,
+        column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+    )  # fmt: skip
+    quantize_tile(
+        _words(d0, g0, u0, DUP, HALF, SOFT_CAST), _words(d1, g1, u1, DUP, HALF, SOFT_CAST),
+        _words(d2, g2, u2, DUP, HALF, SOFT_CAST), _words(d3, g3, u3, DUP, HALF, SOFT_CAST),
+        dup_ptr, dup_descale_ptr, None, dup_t_ptr, dup_t_descale_ptr, None, R, C, row_tile, column_tile,
+        row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+    )  # fmt: skip
+
+
+def fits(gate: Tensor, up: Tensor, recipe: LinearRecipe) -> bool:
+    """True where :func:`gated_bwd_quantize` takes these: rows of BF16 or FP16 that are whole words, and
+    blocks that need no look at whole rows first."""
+    R, C = gate.shape
+    rows = all(
+        x.stride(1) == 1 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0 for x in (gate, up)
+    )
+    small = max(R, C, gate.stride(0), up.stride(0)) < 2**24 and min(R, C) > 0
+    return rows and small and C % 2 == 0 and gate.itemsize == 2 and ROW not in blocks_of(recipe)
+
+
+@functools.lru_cache(maxsize=512)
+def _sides(R: int, C: int, recipe: LinearRecipe) -> tuple[Side, Side, Side]:
+    block, saved, _ = blocks_of(recipe)
+    return Side.of(block, R, C), Side.of(block, C, R), Side.of(saved, C, R)
+
+
+def gated_bwd_quantize(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    recipe: LinearRecipe,
+    *,
+    rows: bool,
+    columns: bool,
+    product: bool,
+) -> tuple[Operand | None, ...]:
+    """Of ``dh, gate, up [tokens, features]`` that fit: dgate by rows and by columns, dup by rows and by
+    columns, ``silu(gate) · up`` by columns; None where not asked for."""
+    R, C = gate.shape
+    by_row, by_column, saved_side = _sides(R, C, recipe)
+    gradient, e4m3 = FORMATS[recipe.grad_format].dtype, FORMATS["e4m3"].dtype
+    device = gate.device
+    found = [
+        side.empty(fmt, device) if wanted else None
+        for side, fmt, wanted in (
+            (by_row, gradient, rows), (by_column, gradient, columns),
+            (by_row, gradient, rows), (by_column, gradient, columns),
+            (saved_side, e4m3, product),
+        )
+    ]  # fmt: skip
+    row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
+    block, saved, _ = blocks_of(recipe)
+    pointers = [t for o in found for t in ((None, None) if o is None else o[:2])]
+    _gated_bwd_quantize_kernel[(row_tiles * column_tiles,)](
+        dh, gate, up, *pointers, R, C, row_tiles, column_tiles, dh.stride(0), gate.stride(0),
+        up.stride(0), BLOCK=block, SAVED_BLOCK=saved, POW2=recipe.descale == "pow2",
+        SOFT_CAST=SOFT_CAST, EVEN=R % TILE == 0 and C % TILE == 0, K=1, **PROGRAM,
+    )  # fmt: skip
+    return tuple(found)
