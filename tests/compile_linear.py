@@ -48,6 +48,7 @@ def main(capability: int) -> None:
             if linear_gated.fits(x, x, recipe):
                 side = {"rows": False, "columns": False, **side}
                 linear_gated.gated_bwd_quantize(x, x, x, recipe, product=side["columns"], **side)
+                linear_gated.gated_quantize(x, x, recipe)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_is_the_three_linears(recipe: LinearRecipe, dtype: torch.dtype, backend:
     leaves, dy = make(dtype=dtype)
     found, expected = (run(fn, leaves, dy, recipe, backend) for fn in (fp8_swiglu, composed))
     for name, value in expected.items():
-        if backend == "triton" and name != "output" and dtype == torch.bfloat16:
+        if backend == "triton" and dtype == torch.bfloat16:
             # The interpreter cuts what the composed kernel stores to BF16; this one rounds.
             assert_close(found[name], value, rms=0.02, what=name)
         else:
@@ -113,8 +113,9 @@ def test_gradients_made_as_operands(
     both = dict(rows=True, columns=True)
     expected = (
         *linear.quantize(dgate, recipe, "dy", **both), *linear.quantize(dup, recipe, "dy", **both),
-        linear.quantize(reference.gated(gate, up), recipe, "x", columns=True)[1],
+        *linear.quantize(reference.gated(gate, up), recipe, "x", **both)[::-1],
     )  # fmt: skip
+    found = *found, linear_gated.gated_quantize(gate, up, recipe)
     for a, b in zip(found, expected, strict=True):
         assert a[2:] == b[2:]
         codes = [o.payload.view(torch.uint8).int() for o in (a, b)]

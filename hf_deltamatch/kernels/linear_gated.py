@@ -1,8 +1,8 @@
-"""Kernel: the backward of ``silu(gate) · up`` straight to FP8 operands.
+"""Kernels: ``silu(gate) · up`` and its backward straight to FP8 operands.
 
 What :mod:`hf_deltamatch.kernels.gated` computes, rounded to the dtype of gate, and what the quantisers of
-linears make of it, bit for bit, without the three matrices between: 11 bytes an element read and written
-instead of 23.
+linears make of it, bit for bit, without the matrices between: 5 bytes an element read and written instead of 9,
+and in the backward 11 instead of 23.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hf_deltamatch.recipes import LinearRecipe
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}
 """Launch options: two programs a multiprocessor. Not measured."""
+FORWARD_PROGRAM = {"num_warps": 4, "maxnreg": 128}
+"""Four programs. Not measured."""
 DGATE, DUP, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -101,8 +103,29 @@ def _gated_bwd_quantize_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["R", "row_tiles"])
+def _gated_quantize_kernel(
+    gate_ptr, up_ptr, h_ptr, h_descale_ptr, R, C, row_tiles, column_tiles, stride_gate, stride_up,
+    BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """One tile of the product ``[R, C]``, by rows."""
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
+    pid = tl.program_id(0)
+    row_tile = pid // column_tiles
+    column_tile = pid % column_tiles
+    g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
+    u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
+    quantize_tile(
+        _words(g0, g0, u0, PRODUCT, HALF, SOFT_CAST), _words(g1, g1, u1, PRODUCT, HALF, SOFT_CAST),
+        _words(g2, g2, u2, PRODUCT, HALF, SOFT_CAST), _words(g3, g3, u3, PRODUCT, HALF, SOFT_CAST),
+        h_ptr, h_descale_ptr, None, None, None, None, R, C, row_tile, column_tile, row_tiles,
+        column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+    )  # fmt: skip
+
+
 def fits(gate: Tensor, up: Tensor, recipe: LinearRecipe) -> bool:
-    """True where :func:`gated_bwd_quantize` takes these: rows of BF16 or FP16 that are whole words, and
+    """True where the functions below take these: rows of BF16 or FP16 that are whole words, and
     blocks that need no look at whole rows first."""
     R, C = gate.shape
     rows = all(
@@ -116,6 +139,19 @@ def fits(gate: Tensor, up: Tensor, recipe: LinearRecipe) -> bool:
 def _sides(R: int, C: int, recipe: LinearRecipe) -> tuple[Side, Side, Side]:
     block, saved, _ = blocks_of(recipe)
     return Side.of(block, R, C), Side.of(block, C, R), Side.of(saved, C, R)
+
+
+def gated_quantize(gate: Tensor, up: Tensor, recipe: LinearRecipe) -> Operand:
+    """``silu(gate) · up`` of ``gate, up [tokens, features]`` that fit, by rows."""
+    R, C = gate.shape
+    found = _sides(R, C, recipe)[0].empty(FORMATS["e4m3"].dtype, gate.device)
+    row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
+    _gated_quantize_kernel[(row_tiles * column_tiles,)](
+        gate, up, *found[:2], R, C, row_tiles, column_tiles, gate.stride(0), up.stride(0),
+        BLOCK=blocks_of(recipe)[0], POW2=recipe.descale == "pow2", SOFT_CAST=SOFT_CAST,
+        EVEN=R % TILE == 0 and C % TILE == 0, K=2, **FORWARD_PROGRAM,
+    )  # fmt: skip
+    return found
 
 
 def gated_bwd_quantize(

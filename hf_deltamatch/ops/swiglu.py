@@ -44,12 +44,17 @@ def swiglu_fwd(
     decoded = LinearRecipe.decode(recipe)
     if backend == "triton":
         from hf_deltamatch.kernels import gated as products
+        from hf_deltamatch.kernels import linear_gated
 
         k = linear_kernels()
         rows, saved = k.quantize(x, decoded, "x", rows=True, columns=save_input)
         gate = k.linear_fwd_quantized(rows, w_gate, None, x.dtype, decoded)
         up = k.linear_fwd_quantized(rows, w_up, None, x.dtype, decoded)
-        output = k.linear_fwd(products.gated(gate, up), w_down, None, False, decoded)[0]
+        if linear_gated.fits(gate, up, decoded):
+            product = linear_gated.gated_quantize(gate, up, decoded)
+            output = k.linear_fwd_quantized(product, w_down, None, x.dtype, decoded)
+        else:
+            output = k.linear_fwd(products.gated(gate, up), w_down, None, False, decoded)[0]
         saved = saved and saved[:2]
     else:
         assert backend == "reference", backend
