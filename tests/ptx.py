@@ -16,8 +16,8 @@ BARRIER_BYTES = 8
 
 
 def reused_barriers(ptx: str) -> tuple[int, int]:
-    """Barriers that are made, and how often one is made, or a value stored at an address that is a number,
-    where another one is valid. In the order of the code."""
+    """Barriers that are made, and how often one is made, or a value is stored, where another one is valid; of
+    addresses that are numbers, in the order of the code."""
     known: dict[str, int] = {}
     valid: set[int] = set()
     made = reused = 0
@@ -25,7 +25,9 @@ def reused_barriers(ptx: str) -> tuple[int, int]:
         if m := _ADDRESS.search(line):
             known[m[1] or m[3]] = int(m[2] or 0)
         elif m := _BARRIER.search(line):
-            at = known[m[2]]
+            at = known.get(m[2])
+            if at is None:  # worked out from a number that only the run knows
+                continue
             if m[1] == "inval":
                 valid.discard(at)
             else:
