@@ -98,8 +98,8 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
     limit = SMALL_BYTES if capability in SMALL_SHARED_MEMORY else LARGE_BYTES
     for kernel in kernels:
         assert kernel["shared"] <= limit and kernel["tensor_memory"] <= TENSOR_COLUMNS, kernel
-        assert kernel["reused_barriers"] == 0, kernel
-        assert kernel["barriers"] >= 7 or "hopper" not in kernel["kernel"], kernel
+        if "hopper" in kernel["kernel"]:  # Triton's own pipelines invalidate theirs
+            assert kernel["barriers"] >= 7 and kernel["reused_barriers"] == 0, kernel
         assert kernel.get("lost_operands", 0) == 0, kernel
         assert kernel.get("early_conversions", 0) == 0, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
