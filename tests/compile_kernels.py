@@ -4,10 +4,10 @@ takes its target once per process and must not be told to interpret.
     python tests/compile_kernels.py 90 '[{"D": 128}, {"D": 64, "mask": "packed", "attention": false}]'
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
-around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per line: the kernel, its shared and
-tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies FP8 with block scales, its
-barriers and how many of those share their memory (see `ptx`), and
-for 9.0 how many products in loops lose an operand and how many conversions come early (see `sass`).
+around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per
+line: the kernel, its shared and tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies
+FP8 with block scales, its barriers and how many of those share their memory (see `ptx`), and for 9.0 how
+many products in loops lose an operand and how many conversions come early (see `sass`).
 """
 
 from __future__ import annotations

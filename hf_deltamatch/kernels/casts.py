@@ -260,6 +260,7 @@ def load_negated(at, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def load_scalar(at, SOFT_CAST: tl.constexpr):
+    """FP32 at ``at``, past Triton's pipeline, which would bring it in through shared memory and a barrier."""
     if SOFT_CAST:
         return tl.load(at)
     else:

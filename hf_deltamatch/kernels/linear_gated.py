@@ -66,6 +66,19 @@ def _words(d, g, u, WHICH: tl.constexpr, HALF: tl.constexpr, SOFT_CAST: tl.const
     return _pack(a, b, HALF, SOFT_CAST)
 
 
+@triton.jit
+def _tile(
+    d0, d1, d2, d3, g0, g1, g2, g3, u0, u1, u2, u3, WHICH: tl.constexpr, HALF: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+):  # fmt: skip
+    """The four tensors of a tile, as :func:`load_tile` has them."""
+    x0 = _words(d0, g0, u0, WHICH, HALF, SOFT_CAST)
+    x1 = _words(d1, g1, u1, WHICH, HALF, SOFT_CAST)
+    x2 = _words(d2, g2, u2, WHICH, HALF, SOFT_CAST)
+    x3 = _words(d3, g3, u3, WHICH, HALF, SOFT_CAST)
+    return x0, x1, x2, x3
+
+
 @triton.jit(do_not_specialize=["R", "row_tiles"])
 def _gated_bwd_quantize_kernel(
     dh_ptr, gate_ptr, up_ptr, dgate_ptr, dgate_descale_ptr, dgate_t_ptr, dgate_t_descale_ptr, dup_ptr,
@@ -82,22 +95,24 @@ def _gated_bwd_quantize_kernel(
     g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
     u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
     if h_t_ptr is not None:
+        x0, x1, x2, x3 = _tile(
+            g0, g1, g2, g3, g0, g1, g2, g3, u0, u1, u2, u3, PRODUCT, HALF, SOFT_CAST
+        )
         quantize_tile(
-            _words(g0, g0, u0, PRODUCT, HALF, SOFT_CAST), _words(g1, g1, u1, PRODUCT, HALF, SOFT_CAST),
-            _words(g2, g2, u2, PRODUCT, HALF, SOFT_CAST), _words(g3, g3, u3, PRODUCT, HALF, SOFT_CAST),
+            x0, x1, x2, x3,
             None, None, None, h_t_ptr, h_t_descale_ptr, None, R, C, row_tile, column_tile, row_tiles,
             column_tiles, SAVED_BLOCK, SAVED_BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
         )  # fmt: skip
     d0, d1, d2, d3 = load_tile(dh_ptr, row_tile, column_tile, R, C, stride_dh, K, EVEN)
+    x0, x1, x2, x3 = _tile(d0, d1, d2, d3, g0, g1, g2, g3, u0, u1, u2, u3, DGATE, HALF, SOFT_CAST)
     quantize_tile(
-        _words(d0, g0, u0, DGATE, HALF, SOFT_CAST), _words(d1, g1, u1, DGATE, HALF, SOFT_CAST),
-        _words(d2, g2, u2, DGATE, HALF, SOFT_CAST), _words(d3, g3, u3, DGATE, HALF, SOFT_CAST),
+        x0, x1, x2, x3,
         dgate_ptr, dgate_descale_ptr, None, dgate_t_ptr, dgate_t_descale_ptr, None, R, C, row_tile,
         column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
     )  # fmt: skip
+    x0, x1, x2, x3 = _tile(d0, d1, d2, d3, g0, g1, g2, g3, u0, u1, u2, u3, DUP, HALF, SOFT_CAST)
     quantize_tile(
-        _words(d0, g0, u0, DUP, HALF, SOFT_CAST), _words(d1, g1, u1, DUP, HALF, SOFT_CAST),
-        _words(d2, g2, u2, DUP, HALF, SOFT_CAST), _words(d3, g3, u3, DUP, HALF, SOFT_CAST),
+        x0, x1, x2, x3,
         dup_ptr, dup_descale_ptr, None, dup_t_ptr, dup_t_descale_ptr, None, R, C, row_tile, column_tile,
         row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
     )  # fmt: skip
@@ -116,9 +131,9 @@ def _gated_quantize_kernel(
     column_tile = pid % column_tiles
     g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
     u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
+    x0, x1, x2, x3 = _tile(g0, g1, g2, g3, g0, g1, g2, g3, u0, u1, u2, u3, PRODUCT, HALF, SOFT_CAST)
     quantize_tile(
-        _words(g0, g0, u0, PRODUCT, HALF, SOFT_CAST), _words(g1, g1, u1, PRODUCT, HALF, SOFT_CAST),
-        _words(g2, g2, u2, PRODUCT, HALF, SOFT_CAST), _words(g3, g3, u3, PRODUCT, HALF, SOFT_CAST),
+        x0, x1, x2, x3,
         h_ptr, h_descale_ptr, None, None, None, None, R, C, row_tile, column_tile, row_tiles,
         column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
     )  # fmt: skip

@@ -31,6 +31,16 @@ def require_tensors(op: str, **arguments: object) -> None:
             )
 
 
+def require_alike(op: str, **pair: Tensor) -> None:
+    """ValueError unless both tensors have one shape, dtype and device."""
+    (a, x), (b, y) = pair.items()
+    if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"{op}: {a} is {x.dtype} {tuple(x.shape)} on {x.device}, {b} {y.dtype} {tuple(y.shape)} on "
+            f"{y.device}; they go together, so all three must be the same."
+        )
+
+
 def autocast_dtype(*inputs: Tensor) -> torch.dtype | None:
     """Dtype to cast ``inputs`` to under autocast, as SDPA does; None outside of it and where one of
     them is not FP32, BF16 or FP16 (left as they are, for the validation or for FP64)."""

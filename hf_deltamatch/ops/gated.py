@@ -16,6 +16,7 @@ from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     refuse_double_backward,
     refuse_transforms,
+    require_alike,
     require_tensors,
 )
 from hf_deltamatch.ops.library import NAMESPACE, define_op
@@ -163,11 +164,7 @@ def fp8_gated_linear(
     require_tensors(what, gate=gate, up=up, weight=weight)
     if bias is not None:
         require_tensors(what, bias=bias)
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
-        raise ValueError(
-            f"{what}: gate is {gate.dtype} {tuple(gate.shape)} on {gate.device}, up {up.dtype} "
-            f"{tuple(up.shape)} on {up.device}; they are multiplied, so all three must be the same."
-        )
+    require_alike(what, gate=gate, up=up)
     autocast = autocast_dtype(gate)
     check_linear(what, gate, weight, bias, autocast is not None)
     gate, chosen = cast_and_choose(gate, autocast, recipe, backend)

@@ -16,6 +16,7 @@ from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     refuse_double_backward,
     refuse_transforms,
+    require_alike,
     require_tensors,
 )
 from hf_deltamatch.ops.library import NAMESPACE, define_op
@@ -241,11 +242,7 @@ def fp8_swiglu(
             f"{what}: a recipe with grad_weight_hp keeps inputs in high precision, which this op does not; "
             "use fp8_linear and fp8_gated_linear."
         )
-    if w_gate.shape != w_up.shape or w_gate.dtype != w_up.dtype or w_gate.device != w_up.device:
-        raise ValueError(
-            f"{what}: w_gate is {w_gate.dtype} {tuple(w_gate.shape)} on {w_gate.device}, w_up {w_up.dtype} "
-            f"{tuple(w_up.shape)} on {w_up.device}; all three must be the same."
-        )
+    require_alike(what, w_gate=w_gate, w_up=w_up)
     autocast = autocast_dtype(x)
     check_linear(what, x, w_gate, None, autocast is not None)
     fits = w_down.dim() == 2 and w_down.shape[0] > 0 and w_down.shape[1] == w_gate.shape[0]
