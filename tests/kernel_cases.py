@@ -93,8 +93,13 @@ def through_kernels(c: Call, **debug: bool) -> tuple[kernels.Forward, kernels.Ba
 
 def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.AttentionBackward]:
     """The reference with the tiles of the kernels."""
+    mask = c.options["mask"]
     forward, backward = attention_kernels.reference_blocks(
-        c.q.shape[-1], c.v.shape[-1], c.q.device, c.options["recipe"].block
+        c.q.shape[-1],
+        c.v.shape[-1],
+        c.q.device,
+        c.options["recipe"].block,
+        boolean_mask=mask is not None and mask.dtype == torch.bool,
     )
     fwd = reference.attention_fwd(c.q, c.k, c.v, **c.options, **forward)
     bwd = reference.attention_bwd(c.do, c.dlse, fwd, None, **c.options, **backward)

@@ -93,56 +93,17 @@ def gluon(mma: bool) -> Compute:
     return lambda: {"sum": share_gpu_gluon.run(x, tiles=16, mma=mma)}
 
 
-def gluon_pair() -> Compute:
-    """Kernels in turns whose descriptors have other boxes."""
-    import share_gpu_gluon
-
-    wide, narrow = _random(512 * 16 * 64, 128), _random(512 * 16 * 64, 64)
-    return lambda: {
-        "wide": share_gpu_gluon.run(wide, tiles=16, mma=False),
-        "narrow": share_gpu_gluon.run(narrow, tiles=16, mma=False),
-    }
-
-
-def changed(kind: Callable[[], Compute], *, turns: str | None = None, stages: int | None = None):
-    """A kind of the Hopper kernels with other turns of their warpgroups, or fewer stages."""
-    from hf_deltamatch.kernels import attention_dkdv_hopper, attention_dq_hopper
-
-    def make() -> Compute:
-        if turns is not None:
-            for module in (attention_dkdv_hopper, attention_dq_hopper):
-                module.TURNS = dict.fromkeys(module.TURNS, turns)
-        if stages is not None:
-            attention_dq_hopper.STAGES = dict.fromkeys(attention_dq_hopper.STAGES, stages)
-            attention_dkdv_hopper.STAGES = stages
-        return kind()
-
-    return make
-
-
-_ASKED = {HOPPER_VARIABLE: "1"}
+PLAIN = {HOPPER_VARIABLE: "0"}
 KINDS = {
     "cublas": Kind(cublas),
     "cudnn": Kind(cudnn),
     "gluon": Kind(lambda: gluon(False)),
     "gluon-mma": Kind(lambda: gluon(True)),
-    "gluon-pair": Kind(gluon_pair),
     "plain-64": Kind(lambda: ours(64)),
-    "plain-128": Kind(lambda: ours(128)),
-    "delta-128": Kind(lambda: ours(128, only="delta"), _ASKED),
-    "dq-128": Kind(lambda: ours(128, only="dq", recipe="stale_delta"), _ASKED),
-    "dkdv-128": Kind(lambda: ours(128, only="dkdv"), _ASKED),
-    "delta-dq-128": Kind(lambda: ours(128, only="dq"), _ASKED),
-    "dq-dkdv-128": Kind(lambda: ours(128, recipe="stale_delta"), _ASKED),
-    "delta-128-turns": Kind(changed(lambda: ours(128, only="delta"), turns="products"), _ASKED),
-    "delta-128-stages": Kind(changed(lambda: ours(128, only="delta"), stages=3), _ASKED),
-    "dq-128-none": Kind(
-        changed(lambda: ours(128, only="dq", recipe="stale_delta"), turns="none"), _ASKED
-    ),
-    "dkdv-128-turns": Kind(changed(lambda: ours(128, only="dkdv"), turns="products"), _ASKED),
-    "dkdv-128-stages": Kind(changed(lambda: ours(128, only="dkdv"), stages=3), _ASKED),
-    "hopper-128-turns": Kind(changed(lambda: ours(128), turns="products"), _ASKED),
-    "hopper-64": Kind(lambda: ours(64), _ASKED),
-    "hopper-128": Kind(lambda: ours(128), _ASKED),
+    "plain-128": Kind(lambda: ours(128), PLAIN),
+    "delta-128": Kind(lambda: ours(128, only="delta")),
+    "dq-128": Kind(lambda: ours(128, only="dq", recipe="stale_delta")),
+    "dkdv-128": Kind(lambda: ours(128, only="dkdv")),
+    "hopper-128": Kind(lambda: ours(128)),
 }
 """In the order of how likely they are to leave the device in peace."""

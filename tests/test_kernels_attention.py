@@ -129,7 +129,7 @@ def test_kernels_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch)
     """Interpreted, both do the same FP32 arithmetic up to the order of sums: 1e-6, and a few casts
     of P or dS that fall on the other side of a tie. On a GPU the tensor cores keep about 14 bits
     and outputs round to their dtype; measured: below 1e-2 everywhere, 2e-4 for δ."""
-    monkeypatch.setattr(attention_config, "FWD_IN_UNITS", name in SUM_IN_UNITS)
+    monkeypatch.setattr(attention_config, "sums_in_units", lambda *heads: name in SUM_IN_UNITS)
     shape, options = CASES[name]
     call = make_call(shape, **options)
     fwd, bwd = through_kernels(call, store_ds=True, row_sums=True)
@@ -166,7 +166,7 @@ def test_kernels_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_values_of_any_size(in_units: bool, sizes: tuple[float, ...], monkeypatch) -> None:
     """Tiles of V of sizes far apart: in units of the latest tile's descale where that is in the range of FP32,
     as they are (the last two) where it is not. Each query's output to what its largest value leaves."""
-    monkeypatch.setattr(attention_config, "FWD_IN_UNITS", in_units)
+    monkeypatch.setattr(attention_config, "sums_in_units", lambda *heads: in_units)
     call = make_call(S._replace(Hq=1, Tq=384, Tk=384, D=32, Dv=32))
     for tile, size in enumerate(sizes):
         call.v[:, :, 128 * tile : 128 * (tile + 1)] *= size

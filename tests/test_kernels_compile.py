@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 CASES = [
     {"D": 128},
     {"D": 128, "hopper": True},  # on 9.0 the backward in Gluon
-    {"D": 64, "hopper": True},
+    {"D": 64},
     {"D": 128, "fields": {"block": "1xD"}},
     {"D": 64, "fields": {"block": "1xD"}},
     {"D": 96, "window": 64, "softcap": 20.0},

@@ -3,8 +3,6 @@ poisoned inputs, and a model trained through them."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from attention_cases import Shape
@@ -115,8 +113,6 @@ def test_hopper_kernels_agree_with_the_plain_ones(shape: Shape, mode: str, monke
     lse, sinks, and BF16 and FP32 results besides.)"""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper device")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("needs the GPU for this process alone: run without -n")
     if mode == "packed" and shape.Tq != shape.Tk:
         mode = "causal"
     shape = shape._replace(B=1)

@@ -318,15 +318,6 @@ def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:
     assert not pool.read_rows(out)
 
 
-def test_kernels_that_need_a_gpu_alone(tmp_path, text, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("HF_DELTAMATCH_HOPPER", "1")
-    command = ["study", study_file(tmp_path, text), "--workers", "2"]
-    assert cli.main(command) == 2
-    said = capsys.readouterr().err
-    assert "HF_DELTAMATCH_HOPPER=1" in said and "2 runs" in said and "--workers 1" in said
-    assert cli.main([*command, "--list", "--output", str(tmp_path / "out")]) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

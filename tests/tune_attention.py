@@ -4,7 +4,8 @@
     python tests/tune_attention.py --shape 4,16,8192,128 --kernel dq --config 64,64,4,2 --config 64,128,4,2,168
     python tests/tune_attention.py --json tune.json
 
-A configuration is queries, keys, warps, stages and, if wanted, registers of a thread. Each is timed by the
+A configuration is queries, keys, warps, stages and, if wanted, registers of a thread; ``hopper`` are the Gluon
+kernels, which the others are not compared with. Each is timed by the
 profiler (median of its launches, ms) between calls with the tiles in use, which drift with the clocks as it
 does, and its results are compared with those: other tiles round P and dS by other blocks, so that what is
 printed is a relative difference of 1e-2 and less for dQ, dK, dV, and 1e-5 for δ.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,26 +33,29 @@ from hf_deltamatch.testing import rel_rms
 FUNCTIONS = {
     "fwd": "fwd_config", "delta": "delta_config", "dq": "dq_config", "dkdv": "dkdv_configs",
 }  # fmt: skip
-KERNELS = {"fwd": "_attention_fwd_kernel", "dkdv": "_attention_bwd_dkdv_kernel"}
+KERNELS = {
+    "fwd": "_attention_fwd", "delta": "_attention_bwd_dq", "dq": "_attention_bwd_dq",
+    "dkdv": "_attention_bwd_dkdv",
+}  # fmt: skip
 OUTPUTS = {"fwd": ["o"], "delta": ["delta"], "dq": ["dq"], "dkdv": ["dk", "dv"]}
 SHAPES = [(4, 16, 8192, 128), (4, 32, 8192, 64), (2, 8, 8192, 256)]
 DEFAULT = {
     128: {
         "fwd": [(64, 64, 4, 2)],
-        "delta": [(64, 128, 4, 2), (64, 128, 4, 2, 168), (64, 64, 4, 2), (64, 64, 4, 3)],
+        "delta": [(64, 128, 4, 2), (64, 64, 4, 2)],
         "dq": [(64, 64, 4, 2)],
         "dkdv": [(32, 64, 4, 2)],
     },
     64: {
-        "fwd": [(64, 128, 4, 2, 128), (64, 64, 4, 2)],
-        "delta": [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168), (64, 64, 4, 2), (64, 64, 4, 3)],
-        "dq": [(64, 128, 4, 2, 168), (64, 64, 4, 2)],
-        "dkdv": [(64, 64, 4, 2, 168), (64, 64, 4, 2), (32, 64, 4, 2)],
+        "fwd": [(64, 128, 4, 2), (64, 128, 4, 3, 128), (64, 64, 4, 3, 128)],
+        "delta": [(64, 128, 4, 3), (64, 64, 4, 3, 128), (64, 128, 4, 3, 128)],
+        "dq": [(64, 128, 4, 2), (64, 128, 4, 3, 168), (64, 64, 4, 2, 128)],
+        "dkdv": [(128, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128)],
     },
     256: {
-        "fwd": [(64, 128, 8, 2), (128, 64, 8, 2)],
-        "delta": [(64, 128, 8, 2), (128, 64, 8, 2)],
-        "dq": [(64, 64, 8, 2), (64, 128, 8, 2)],
+        "fwd": [(64, 64, 4, 3), (64, 64, 8, 2)],
+        "delta": [(64, 64, 4, 3), (64, 64, 8, 2)],
+        "dq": [(64, 64, 8, 2), (64, 128, 8, 1)],
         "dkdv": [(32, 64, 8, 2)],
     },
 }
@@ -66,11 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--config", type=numbers, action="append", metavar="M,N,WARPS,STAGES[,REGS]"
     )
-    parser.add_argument(
-        "--in-units",
-        action="store_true",
-        help="FWD_IN_UNITS for the rows of fwd, in the tiles in use too",
-    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -81,12 +81,11 @@ def main(argv: list[str] | None = None) -> None:
         call = _call(*shape)
         for kernel in args.kernel or FUNCTIONS:
             expected, used = _measure(call, kernel)
-            in_units = args.in_units and kernel == "fwd"
-            in_use = [tuple(config_in_use(kernel, shape[3]))[:4]] if in_units else []
-            for numbers_of in in_use + list(args.config or known.get(kernel, [])):
+            gluon = kernel != "fwd" and shape[3] in attention_config.HOPPER_HEADS
+            for numbers_of in ["hopper"] * gluon + list(args.config or known.get(kernel, [])):
                 row: dict[str, Any] = {"shape": shape, "kernel": kernel, "config": numbers_of}
                 try:
-                    with _instead(kernel, Config(*numbers_of), in_units):
+                    with _instead(kernel, numbers_of):
                         found, row["ms"] = _measure(call, kernel)
                     pairs = zip(found, expected, strict=True)
                     row["difference"] = max(rel_rms(a, b) for a, b in pairs)
@@ -121,23 +120,21 @@ def _call(B: int, H: int, T: int, D: int):
     return call
 
 
-def config_in_use(kernel: str, D: int) -> Config:
-    found = getattr(attention_config, FUNCTIONS[kernel])(D, D, torch.device("cuda"))
-    return found[0][0] if kernel == "dkdv" else found
-
-
 @contextmanager
-def _instead(kernel: str, config: Config, in_units: bool) -> Iterator[None]:
+def _instead(kernel: str, numbers: str | tuple[int, ...]) -> Iterator[None]:
     name = FUNCTIONS[kernel]
-    saved = getattr(attention_config, name), attention_config.FWD_IN_UNITS
-    new = [(config, True, True)] if kernel == "dkdv" else config
-    setattr(attention_config, name, lambda *args: new)
-    attention_config.FWD_IN_UNITS = in_units
+    saved = getattr(attention_config, name), os.environ[HOPPER_VARIABLE]
+    if numbers == "hopper":
+        os.environ[HOPPER_VARIABLE] = "1"
+    else:
+        config = Config(*numbers)
+        new = [(config, True, True)] if kernel == "dkdv" else config
+        setattr(attention_config, name, lambda *args, **kwargs: new)
     try:
         yield
     finally:
         setattr(attention_config, name, saved[0])
-        attention_config.FWD_IN_UNITS = saved[1]
+        os.environ[HOPPER_VARIABLE] = saved[1]
 
 
 def _measure(call, kernel: str, calls: int = 8) -> tuple[list[Tensor], float]:
@@ -149,7 +146,7 @@ def _measure(call, kernel: str, calls: int = 8) -> tuple[list[Tensor], float]:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    name = KERNELS.get(kernel, "_attention_bwd_dq_kernel")
+    name = KERNELS[kernel]
     cuda = torch.autograd.DeviceType.CUDA
     events = [e for e in profile.events() if e.device_type == cuda and e.name.startswith(name)]
     events.sort(key=lambda e: e.time_range.start)
@@ -160,7 +157,5 @@ def _measure(call, kernel: str, calls: int = 8) -> tuple[list[Tensor], float]:
 
 
 if __name__ == "__main__":
-    import os
-
     os.environ[HOPPER_VARIABLE] = "0"
     main()

@@ -25,9 +25,8 @@ run the same kernels with tiles that fit their shared memory, and have not been 
 multiplies by ``tl.dot_scaled``: block-scaled FP8 instructions on Blackwell, emulated in BF16 before."""
 
 HOPPER_VARIABLE = "HF_DELTAMATCH_HOPPER"
-"""Environment variable: ``1`` for faster kernels of attention's backward on 9.0, in a process that has
-its GPU to itself. Where several processes took turns on one, these hung or faulted; they have not been run there
-since what was undefined in them is gone (``examples/benchmarks/NOTES.md``)."""
+"""Environment variable: ``0`` for the plain Triton kernels of attention's backward on 9.0, too, where Gluon
+kernels of the same numbers are faster."""
 
 NATIVE_MX = ((10, 0), (10, 3), (12, 0))
 """Where every product of block ``mx`` is a block-scaled FP8 instruction."""
@@ -54,11 +53,11 @@ def wants_hopper() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(HOPPER_VARIABLE, "0")
+    value = os.environ.get(HOPPER_VARIABLE, "1")
     if value not in ("0", "1"):
         raise ValueError(
-            f"{HOPPER_VARIABLE} is {value!r}; it must be 1 (faster kernels for the backward of attention "
-            "on Hopper, for a process that has its GPU to itself) or 0."
+            f"{HOPPER_VARIABLE} is {value!r}; it must be 1 (the default: kernels for Hopper in the backward of "
+            "attention) or 0 (the plain ones)."
         )
     return value == "1"
 

@@ -121,7 +121,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         return result
     vt, v_fold = quantize_qkv(q, k, v, saved, x)
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
-    c = config.fwd_config(BD, BDV, x.device)
+    c = config.fwd_config(BD, BDV, x.device, tile=x.tile)
     bounds = x.bounds(by_key=False)
     grid = _grid(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
     _attention_fwd_kernel[grid](
@@ -130,7 +130,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
         x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
         x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
         *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, BLOCK_DV=BDV,
-        TWO_TERMS=x.recipe.two_terms, IN_UNITS=config.FWD_IN_UNITS, **x.flags(), **c.launch(),
+        TWO_TERMS=x.recipe.two_terms, IN_UNITS=config.sums_in_units(BD, BDV), **x.flags(), **c.launch(),
     )  # fmt: skip
     return result
 
@@ -195,7 +195,8 @@ def attention_bwd(
                 None if ds is None or is_delta else ds[0], bounds, is_delta=is_delta,
             )  # fmt: skip
             return
-        c = (config.delta_config if is_delta else config.dq_config)(BD, BDV, x.device)
+        passes = config.delta_config if is_delta else config.dq_config
+        c = passes(BD, BDV, x.device, tile=x.tile)
         block = c.BLOCK_M, c.BLOCK_N
         if block not in tiles:
             tiles[block] = (
@@ -225,7 +226,7 @@ def attention_bwd(
         )  # fmt: skip
         configs = []
     else:
-        configs = config.dkdv_configs(BD, BDV, x.device)
+        configs = config.dkdv_configs(BD, BDV, x.device, tile=x.tile)
     for c, wants_dk, wants_dv in configs:
         grid = _grid(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
         _attention_bwd_dkdv_kernel[grid](

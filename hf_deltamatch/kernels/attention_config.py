@@ -1,13 +1,13 @@
 """Tile sizes of the attention kernels by head dimension.
 
-Measured on one H200, ms; versions in ``examples/benchmarks/NOTES.md``. B4 H16 T8192 D128 causal: forward
-64×128×4 warps with 2 stages 1.33, 3 stages 10 % slower, 128×128×8 1.96; δ 1.11 and dQ 1.83 with 64×128, and
-2 stages for dQ (64×64 and 3 stages 6 % slower); dK/dV 64×64×4 3.42 (when that took 4.18, 64×128×8 took
-4.20 and 3 stages 6.3: one program per multiprocessor). Larger tiles spill. One launch each for dK and dV
-did not pay. D64 (B4 H32): dK/dV 128×64×4 5.2 (64×64×4 6.4 when it took 5.6). D256 (B2 H8): δ + dQ 64×64×4
-2.9, 64×64×8 3 % slower; dK/dV 64×64×8 3.7 (when it took 4.9, 32×64×8 took 7.4, 32×64×4 and 32×128×8 23:
-spills); 64×128×8 for dQ and a launch each of 128×64×8 do not fit the shared memory with grouped heads. The
-Hopper kernels of D64: dK/dV 64×64 4.7. ``tests/tune_attention.py`` times others.
+Measured on one H200, ms; versions in ``examples/benchmarks/NOTES.md``, and ``tests/tune_attention.py`` times
+others. B4 H16 T8192 D128 causal: forward 64×128×4 warps with 2 stages 1.30, 3 stages 10 % slower, 64×64 22 %,
+128×128×8 1.96; δ 64×128 with 3 stages 1.14 (2 stages 1.40, 64×64 1.17); dQ 64×128 with 2 stages 1.92 (64×64
+1.89), dK/dV 64×64×4 3.63 (32×64 6.5; 3 stages one program per multiprocessor), these two in Gluon 1.70 and 2.85.
+One launch each for dK and dV did not pay. D64 (B4 H32), where fewer registers let another program run: forward
+1.92 (2.04 without that), δ 1.73 (1.93), dQ 2.67 (2.94), dK/dV 64×64 with 168 registers 4.41, which is less than
+in Gluon (4.7; 128×64 5.2). D256 (B2 H8): forward 1.00, δ 64×64×4 0.65 (128×64×8 0.71), dQ 64×128×8 1.62 (64×64×4
+2.23), dK/dV 64×64×8 3.65 (32×64×8 4.8).
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from hf_deltamatch.kernels import (
     wants_hopper,
 )
 
-HOPPER_HEADS = (64, 128)
+HOPPER_HEADS = (128,)
 """Padded head dimensions of the Hopper kernels."""
-
-
-FWD_IN_UNITS = False
-"""The forward's sum in units of V's latest descale: fewer instructions, but not yet run on a device."""
 
 
 class Config(NamedTuple):
@@ -49,26 +45,43 @@ def _is_small(device: torch.device) -> bool:
     return capability_of(device) in SMALL_SHARED_MEMORY
 
 
-def fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
-    if max(BLOCK_D, BLOCK_DV) <= 128:
+def _is_measured(device: torch.device, tile: bool) -> bool:
+    """Where more than the shape of a tile was chosen by measurement: ``128xD`` on 9.0 (blocks of one token and
+    Boolean masks need more registers and memory)."""
+    return tile and capability_of(device) == (9, 0)
+
+
+def fwd_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool = True) -> Config:
+    """``tile``: one descale for 128 tokens."""
+    widest = max(BLOCK_D, BLOCK_DV)
+    if widest <= 64 and _is_measured(device, tile):
+        return Config(64, 128, 4, 2, 128)
+    if widest <= 128:
         return Config(64, 128, 4, 2)
     return Config(64, 64, 4, 2)
 
 
-def delta_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
-    if _is_small(device):
-        return Config(64, 64, 4, 2)
-    if max(BLOCK_D, BLOCK_DV) <= 128:
-        return Config(64, 128, 4, 3)
-    return Config(64, 64, 4, 2)
+def sums_in_units(BLOCK_D: int, BLOCK_DV: int) -> bool:
+    """Whether the forward's sum is in units of V's latest descale: fewer instructions. D256: 3 % slower."""
+    return max(BLOCK_D, BLOCK_DV) <= 128
 
 
-def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:
+def delta_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool = True) -> Config:
+    widest = max(BLOCK_D, BLOCK_DV)
+    if _is_small(device) or widest > 128:
+        return Config(64, 64, 4, 2)
+    if widest <= 64 and _is_measured(device, tile):
+        return Config(64, 128, 4, 3, 168)
+    return Config(64, 128, 4, 3)
+
+
+def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool = True) -> Config:
+    widest = max(BLOCK_D, BLOCK_DV)
     if _is_small(device):
         return Config(64, 64, 4, 2)
-    if max(BLOCK_D, BLOCK_DV) <= 128:
-        return Config(64, 128, 4, 2)
-    return Config(64, 64, 4, 2)
+    if _is_measured(device, tile) and widest != 128:
+        return Config(64, 128, 4, 2, 168) if widest <= 64 else Config(64, 128, 8, 2)
+    return Config(64, 128 if widest <= 128 else 64, 4, 2)
 
 
 def has_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
@@ -79,14 +92,14 @@ def has_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
 
 
 def dkdv_configs(
-    BLOCK_D: int, BLOCK_DV: int, device: torch.device
+    BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool = True
 ) -> list[tuple[Config, bool, bool]]:
     """One launch for dK and dV, or one each: ``(config, wants_dk, wants_dv)``."""
-    if max(BLOCK_D, BLOCK_DV) <= 64 and not has_hopper(BLOCK_D, BLOCK_DV, device):
-        return [(Config(128, 64, 4, 2), True, True)]
-    if max(BLOCK_D, BLOCK_DV) <= 128:
-        return [(Config(64, 64, 4, 2), True, True)]
-    return [(Config(64, 64, 8, 2), True, True)]
+    widest = max(BLOCK_D, BLOCK_DV)
+    if widest <= 64:
+        measured = _is_measured(device, tile)
+        return [(Config(64, 64, 4, 2, 168) if measured else Config(128, 64, 4, 2), True, True)]
+    return [(Config(64, 64, 4 if widest <= 128 else 8, 2), True, True)]
 
 
 def _is_native(device: torch.device) -> bool:

@@ -62,19 +62,20 @@ def problem(
 
 
 def reference_blocks(
-    D: int, Dv: int, device: torch.device, block: str = "128xD"
+    D: int, Dv: int, device: torch.device, block: str = "128xD", *, boolean_mask: bool = False
 ) -> tuple[dict[str, int], dict[str, int]]:
     """``block_n``, ``block_m`` and ``block_m_p`` with which the reference's forward and backward emulate the kernels."""
+    tile = block == "128xD" and not boolean_mask
     at = feature_block(D), feature_block(Dv), device
     if block == "mx":  # the backward's blocks are the format's own 32
         return {"block_n": config.mx_fwd_config(*at).BLOCK_N}, {}
-    backward = {"block_n": config.dq_config(*at).BLOCK_N}
-    for c, wants_dk, wants_dv in config.dkdv_configs(*at):
+    backward = {"block_n": config.dq_config(*at, tile=tile).BLOCK_N}
+    for c, wants_dk, wants_dv in config.dkdv_configs(*at, tile=tile):
         if wants_dk:
             backward["block_m"] = c.BLOCK_M
         if wants_dv:
             backward["block_m_p"] = c.BLOCK_M
-    return {"block_n": config.fwd_config(*at).BLOCK_N}, backward
+    return {"block_n": config.fwd_config(*at, tile=tile).BLOCK_N}, backward
 
 
 def _state(hidden: Tensor | None, counted: Tensor | None) -> Tensor | None:

@@ -63,13 +63,6 @@ def choose(op: str, device: torch.device, backend: str | None) -> str:
     return choice.backend
 
 
-def needs_own_device() -> str | None:
-    """Why this process must have its GPU to itself, as the start of a sentence, or None."""
-    if kernels.wants_hopper():
-        return f"{kernels.HOPPER_VARIABLE}=1 asks for kernels that must have a GPU to themselves"
-    return None
-
-
 def runs_plain(quantize: bool, device: torch.device, backend: str | None) -> bool:
     """Does an unquantised recipe run torch's own attention? On a device yes: there is nothing to
     emulate, and the kernels are FP8. By name, and on a CPU, the reference is the specification."""

@@ -62,7 +62,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise."""
     import transformers
 
-    from hf_deltamatch.ops.backend import BACKENDS, needs_own_device
+    from hf_deltamatch.ops.backend import BACKENDS
     from hf_deltamatch.study import pool, report
     from hf_deltamatch.study.corpus import load_corpus
     from hf_deltamatch.study.evaluate import require_lm_eval
@@ -82,11 +82,6 @@ def run_command(args: argparse.Namespace) -> int:
     workers = by_file if args.workers is None else args.workers
     if workers < 1:
         raise ValueError(f"--workers is {workers}; it must be at least 1.")
-    alone = needs_own_device()
-    if alone is not None and workers > 1 and not args.list and not args.report_only:
-        raise ValueError(
-            f"{alone}, and {workers} runs would share one: unset it, or give --workers 1."
-        )
     if args.time_limit is not None and not 0 < args.time_limit < 1e9:
         raise ValueError(f"--time-limit is {args.time_limit}; it must be a number of seconds.")
     if args.backend not in (None, *BACKENDS):
