@@ -23,7 +23,8 @@ from torch import Tensor  # noqa: E402
 
 from hf_deltamatch import delta_matching_attention  # noqa: E402
 from hf_deltamatch.kernels import attention_config as config  # noqa: E402
-from hf_deltamatch.kernels.geometry import key_tiles, query_tiles  # noqa: E402
+from hf_deltamatch.kernels.attention_problem import Problem  # noqa: E402
+from hf_deltamatch.kernels.geometry import key_tiles, own_program, query_tiles  # noqa: E402
 from hf_deltamatch.testing import assert_bitwise_equal  # noqa: E402
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
@@ -98,6 +99,43 @@ def test_strides_of_a_fused_projection() -> None:
         delta_matching_attention(*parts, is_causal=True, backend="triton").sum().backward()
         grads.append(leaf.grad)
     assert_bitwise_equal(*grads)
+
+
+# --- the order of programs ----------------------------------------------------------------------
+
+
+@triton.jit
+def _programs_kernel(out_ptr, heads_at_once):
+    place, head = own_program(heads_at_once)
+    number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out_ptr + 2 * number, place)
+    tl.store(out_ptr + 2 * number + 1, head)
+
+
+@pytest.mark.parametrize(("tiles", "heads"), [(3, 7), (1, 5), (4, 1)])
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 7])
+def test_every_tile_of_every_head_is_someones(tiles: int, heads: int, heads_at_once: int) -> None:
+    """Once; some heads after others, the same place of all of them one after another."""
+    at_once = min(heads_at_once, heads)
+    out = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=DEVICE)
+    _programs_kernel[(tiles, heads)](out, at_once)
+    expected = [
+        [place, head]
+        for first in range(0, heads, at_once)
+        for place in range(tiles)
+        for head in range(first, min(first + at_once, heads))
+    ]
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_order_of_programs_changes_nothing(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(Shape(1, 3, 3, 260, 260, 32, 32))
+    monkeypatch.setattr(Problem, "heads_at_once", lambda *args: 1)
+    plain = results(call)
+    monkeypatch.setattr(Problem, "heads_at_once", lambda *args: heads)
+    for name, x in results(call).items():
+        assert_bitwise_equal(x, plain[name], name)
 
 
 # --- windows ------------------------------------------------------------------------------------

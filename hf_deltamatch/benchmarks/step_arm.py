@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from hf_deltamatch.benchmarks import timing
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, set_attention_recipe, swap_linears
 
 VOCABULARY = 32768
@@ -152,10 +153,18 @@ def run_arm(
         row["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
         row["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
         row |= _timed(step, device)
+        row["kernels_ms"] = _largest_kernels(step) if device != "cpu" else {}
         if device != "cpu":
             del losses
             row |= _recorded(step)
     return row | {"process_s": time.perf_counter() - started}
+
+
+def _largest_kernels(step: Callable[[], Any], count: int = 20) -> dict[str, float]:
+    """Milliseconds a step of the kernels that take most, and of all others together."""
+    times = sorted(timing.kernel_times(step, 2).items(), key=lambda item: -item[1])
+    rest = sum(ms for _, ms in times[count:])
+    return {name[:120]: round(ms, 3) for name, ms in times[:count]} | {"others": round(rest, 3)}
 
 
 def _hidden(model: nn.Module, ids: Tensor) -> Tensor:

@@ -76,6 +76,19 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _multiprocessors(index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def interpreted() -> bool:
     """True where Triton was told to interpret kernels on the CPU (``TRITON_INTERPRET=1``)."""
     if not installed():

@@ -127,7 +127,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     _attention_fwd_kernel[grid](
         _rows(q8, c.BLOCK_M, BD), _rows(k8, c.BLOCK_N, BD), _columns(vt, BDV, c.BLOCK_N), o, lse,
         qd, kd, vd if x.tile else v_fold, x.sinks, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
-        x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
+        x.pack_q.segment, x.heads_at_once(*grid, 3), x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv, vt.shape[2], x.pack_q.slots,
         x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
         *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, BLOCK_DV=BDV,
         TWO_TERMS=x.recipe.two_terms, IN_UNITS=config.sums_in_units(BD, BDV), **x.flags(), **c.launch(),
@@ -197,6 +197,8 @@ def attention_bwd(
             return
         passes = config.delta_config if is_delta else config.dq_config
         c = passes(BD, BDV, x.device, tile=x.tile)
+        if store_ds:
+            c = c._replace(STAGES=1)  # dS changes its layout in shared memory
         block = c.BLOCK_M, c.BLOCK_N
         if block not in tiles:
             tiles[block] = (
@@ -207,7 +209,7 @@ def attention_bwd(
         _attention_bwd_dq_kernel[grid](
             *tiles[block], dq, delta, shifted, dlse, lse2, qd, dod, kd, vd, k_fold, x.sinks,
             mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
-            x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2],
+            x.pack_k.cu, x.pack_q.segment, x.heads_at_once(*grid, 3), x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2],
             x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale, x.softcap or 1.0,
             x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides,
             SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
@@ -232,7 +234,7 @@ def attention_bwd(
         _attention_bwd_dkdv_kernel[grid](
             q8, do8, qt, do_t, k8, v8, dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold,
             None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,
-            x.pack_k.segment, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, x.pack_q.slots,
+            x.pack_k.segment, x.heads_at_once(*grid, 2), x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, x.Dv, x.pack_q.slots,
             x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
             min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3], *dv.stride()[:3],
             *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,

@@ -30,6 +30,7 @@ from hf_deltamatch.kernels.casts import (
 )
 from hf_deltamatch.kernels.geometry import (
     COMPACT_MASK,
+    own_program,
     own_segment,
     query_tiles,
     segment_of,
@@ -176,12 +177,12 @@ def _dkdv_tile_fp8(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_at_once"])
 def _attention_bwd_dkdv_kernel(
     q_src, do_src, qt_src, dot_src, k_src, v_src, dk_ptr, dv_ptr, lse2_ptr, shifted_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
     mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    Hkv, G, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
+    heads_at_once, Hkv, G, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     stride_mb,
     stride_mh, stride_mq, stride_mk,
@@ -192,8 +193,7 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
     qt_code_ptr=None, dot_code_ptr=None, MX: tl.constexpr = False,
 ):  # fmt: skip
-    tile = tl.program_id(0)  # the first keys have the most causal rows
-    bh = tl.program_id(1)
+    tile, bh = own_program(heads_at_once)  # the first keys have the most causal rows
     b = bh // Hkv
     h = bh % Hkv
     head = b * (Hkv * G) + h * G

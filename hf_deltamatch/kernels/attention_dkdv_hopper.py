@@ -28,7 +28,13 @@ from hf_deltamatch.kernels.casts import (
     nan_to_zero,
     pow2_exponent,
 )
-from hf_deltamatch.kernels.geometry import COMPACT_MASK, own_segment, query_tiles, segment_of
+from hf_deltamatch.kernels.geometry import (
+    COMPACT_MASK,
+    own_program,
+    own_segment,
+    query_tiles,
+    segment_of,
+)
 from hf_deltamatch.kernels.hopper import (
     ROWS,
     add_product,
@@ -234,12 +240,12 @@ def _consume(
     store_rows(dk_ptr, dk * softmax_scale, first_key, k_base, k_len, D, stride_dkt)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads_at_once"])
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr, ds_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale,
+    heads_at_once, Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k, softmax_scale,
     softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     stride_mb,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
@@ -247,12 +253,12 @@ def _attention_bwd_dkdv_hopper_kernel(
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
-    kv = gl.program_id(1)
+    slot, kv = own_program(heads_at_once)
     b = kv // Hkv
     h = kv % Hkv
     # The first keys have the most causal rows.
     segment, k_base, k_len, k_slot, first = own_segment(
-        gl.program_id(0), Tk, cu_k_ptr, segment_k_ptr, 128, PACKED
+        slot, Tk, cu_k_ptr, segment_k_ptr, 128, PACKED
     )
     q_base, q_len, q_slot = segment_of(segment, Tq, cu_q_ptr, PACKED)
     offset = k_len - q_len
@@ -359,7 +365,8 @@ def dkdv_hopper(
         columns_descriptor(qt, D, BLOCK_M), columns_descriptor(do_t, D, BLOCK_M),
         rows_descriptor(shifted, BLOCK_M, D),
         *(rows_descriptor(t, ROWS.value, D) for t in keys), dk, dv, lse2, *descales,
-        do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, x.Hkv,
+        do_fold, ds, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment,
+        x.heads_at_once(x.pack_k.slots, x.B * x.Hkv), x.Hkv,
         x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
         x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
         *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,

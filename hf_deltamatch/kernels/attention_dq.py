@@ -30,6 +30,7 @@ from hf_deltamatch.kernels.casts import (
 from hf_deltamatch.kernels.geometry import (
     COMPACT_MASK,
     key_tiles,
+    own_program,
     own_segment,
     segment_of,
     visible,
@@ -153,12 +154,12 @@ def _dq_tile_fp8(
     return acc, sum_a, sum_b, leak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_at_once"])
 def _attention_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, k_fold_ptr, sinks_ptr,
     mean_key_ptr, ds_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
-    Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale, softcap, window,
+    heads_at_once, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale, softcap, window,
     mask_heads, stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh, stride_mq,
     stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -167,8 +168,8 @@ def _attention_bwd_dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SOFT_CAST: tl.constexpr, MX: tl.constexpr = False,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest causal rows first
-    bh = tl.program_id(1)
+    place, bh = own_program(heads_at_once)
+    tile = tl.num_programs(0) - 1 - place  # the longest causal rows first
     b = bh // Hq
     h = bh % Hq
     kv = b * (Hq // G) + h // G

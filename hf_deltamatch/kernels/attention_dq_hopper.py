@@ -21,7 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.casts import exp2_int, inverse_exp2_int, nan_to_zero, pow2_exponent
-from hf_deltamatch.kernels.geometry import COMPACT_MASK, key_tiles, own_segment, segment_of
+from hf_deltamatch.kernels.geometry import (
+    COMPACT_MASK,
+    key_tiles,
+    own_program,
+    own_segment,
+    segment_of,
+)
 from hf_deltamatch.kernels.hopper import (
     ROWS,
     add_product,
@@ -225,12 +231,12 @@ def _consume(
         store_rows(dq_ptr, out, first + w * ROWS, q_base, q_len, D, stride_dqt)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads_at_once"])
 def _attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, ds_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
-    Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, softmax_scale, softcap, window, mask_heads,
+    heads_at_once, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, softmax_scale, softcap, window, mask_heads,
     stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, DELTA: gl.constexpr,
@@ -238,8 +244,8 @@ def _attention_bwd_dq_hopper_kernel(
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dq._attention_bwd_dq_kernel`."""
-    slot = gl.num_programs(0) - 1 - gl.program_id(0)  # the longest causal rows first
-    bh = gl.program_id(1)
+    place, bh = own_program(heads_at_once)
+    slot = gl.num_programs(0) - 1 - place  # the longest causal rows first
     b = bh // Hq
     h = bh % Hq
     kv = b * (Hq // G) + h // G
@@ -334,8 +340,8 @@ def dq_hopper(
         rows_descriptor(q8, ROWS.value, BD), rows_descriptor(do8, ROWS.value, BD),
         rows_descriptor(k8, BLOCK_N, BD), rows_descriptor(v8, BLOCK_N, BD),
         columns_descriptor(kt, BD, BLOCK_N), dq, delta, shifted, dlse, lse2, *descales, x.sinks, ds,
-        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, x.Hq, x.Hq // x.Hkv, x.Tq,
-        x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
+        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment,
+        x.heads_at_once(x.pack_q.slots, x.B * x.Hq), x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3], *x.mask_strides[:2],
         SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta, STORE_DS=ds is not None,
         BLOCK_D=BD, BLOCK_N=BLOCK_N, STAGES=STAGES[is_delta],

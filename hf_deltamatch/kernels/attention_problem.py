@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.formats import FORMATS, MX_BLOCK, TOKENS_PER_TILE
+from hf_deltamatch.kernels import multiprocessors
 from hf_deltamatch.kernels.geometry import _bounds_kernel
 from hf_deltamatch.kernels.launch import (
     SOFT_CAST,
@@ -107,6 +108,14 @@ class Problem:
             **self._shape_flags,
         )  # fmt: skip
         return out
+
+    def heads_at_once(self, tiles: int, heads: int, residents: int = 1) -> int:
+        """For ``geometry.own_program``: causal heads whose programs are twice what the device holds
+        (``residents`` a multiprocessor), as one head's longest program is twice as long as the mean. Started head
+        by head, the longest programs of the last one would run on when all others have ended."""
+        if self.window is not None or not (self.is_causal or self.mask_kind):
+            return 1
+        return max(1, min(heads, 2 * residents * multiprocessors(self.device) // tiles))
 
     def flags(self) -> dict[str, Any]:
         """What every attention kernel is compiled for."""

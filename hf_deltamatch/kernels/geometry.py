@@ -16,6 +16,18 @@ BOOL_MASK = tl.constexpr(2)
 
 
 @triton.jit
+def own_program(heads_at_once):
+    """Place along the tokens and head of this program. Programs start in the order of their number: so
+    ``heads_at_once`` heads from their longest rows to their shortest, then the next ones."""
+    tiles = tl.num_programs(0)
+    number = tl.program_id(1) * tiles + tl.program_id(0)
+    first = number // (heads_at_once * tiles) * heads_at_once
+    heads = tl.minimum(heads_at_once, tl.num_programs(1) - first)
+    number -= first * tiles
+    return number // heads, first + number % heads
+
+
+@triton.jit
 def own_segment(tile, T, cu_ptr, segment_ptr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """Segment of a tile of BLOCK tokens: its index, first token, length, first slot, and the tile's
     first token inside it (at or past the length if the tile is empty)."""
