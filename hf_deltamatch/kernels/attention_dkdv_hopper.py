@@ -51,8 +51,8 @@ from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 BLOCK_M = 64
 """Queries of a tile, as in ``attention_config.dkdv_configs``."""
 STAGES = 4
-TURNS = {64: "elements", 128: "none"}
-"""What the two warpgroups do in turns (see ``hopper.py``), measured: D64 4.69 ms, none 5.00."""
+TURNS = "none"
+"""What the two warpgroups do in turns (see ``hopper.py``)."""
 
 
 @gluon.jit
@@ -371,5 +371,5 @@ def dkdv_hopper(
         x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
         *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
         STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=BLOCK_M, STAGES=STAGES,
-        TURNS=TURNS[D], num_warps=4, **flags,
+        TURNS=TURNS, num_warps=4, **flags,
     )  # fmt: skip
