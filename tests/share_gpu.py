@@ -2,15 +2,12 @@
 
     python tests/share_gpu.py                        # every kind, three processes, short and long queues
     python tests/share_gpu.py plain-128 hopper-128 --queue 100 --seconds 5
-    python tests/share_gpu.py hopper-128 --most-registers 240
     python tests/share_gpu.py dq-128+dkdv-128        # kinds joined by +: each process another of them
 
 Every process repeats one computation and compares it bitwise with its first result, and waits for the
 device after each queue of rounds: a queue longer than a time slice (about 2 ms) is interrupted within a
 kernel. One line for each kind and queue; exits with 1 if anything differed, failed or hung, and ends
-where the device no longer answers. ``--most-registers`` caps what Triton asks for around a specialised
-region (``setmaxnreg``, 256 by itself), in the PTX, and 0 takes these instructions out; ``--acquire`` puts a fence before every TMA load that
-makes it read its descriptor anew. ``--blocking`` waits for every launch, so that the place of a fault
+where the device no longer answers. ``--blocking`` waits for every launch, so that the place of a fault
 is that of its kernel.
 """
 
@@ -20,14 +17,12 @@ import argparse
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import share_gpu_kinds
@@ -49,8 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--queue", type=int, nargs="+", default=[5, 100], help="rounds between waits"
     )
-    parser.add_argument("--most-registers", type=int, metavar="N")
-    parser.add_argument("--acquire", action="store_true")
     parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="rows, as they come")
     parser.add_argument(
@@ -60,20 +53,20 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [k for row in args.kinds for k in row.split("+") if k not in share_gpu_kinds.KINDS]
     if unknown:
         parser.error(f"no kind {', '.join(unknown)}; there are {', '.join(share_gpu_kinds.KINDS)}")
-    edit = {} if args.most_registers is None else {"most_registers": str(args.most_registers)}
-    edit |= {flag: "1" for flag in ("acquire", "blocking") if getattr(args, flag)}
     if args.worker:
         queue, seconds, start = args.worker
-        return _worker(args.kinds[0], int(queue), float(seconds), float(start), edit)
+        return _worker(args.kinds[0], int(queue), float(seconds), float(start))
     rows = []
     for kind in args.kinds or share_gpu_kinds.KINDS:
-        compiled = [_processes(one, 1, 0.0, 1, edit, COMPILE_S)[0] for one in kind.split("+")]
+        compiled = [
+            _processes(one, 1, 0.0, 1, args.blocking, COMPILE_S)[0] for one in kind.split("+")
+        ]
         if any("fault" in one for one in compiled):
             rows.append({"kind": kind, "alone": compiled})
             print(f"{kind:<18} alone: {compiled}", flush=True)
             continue
         for queue in args.queue:
-            found = _processes(kind, queue, args.seconds, args.processes, edit, None)
+            found = _processes(kind, queue, args.seconds, args.processes, args.blocking, None)
             rows.append({"kind": kind, "queue": queue, "processes": found})
             print(f"{kind:<18} queue {queue:<5}" + "; ".join(_words(r) for r in found), flush=True)
             if args.json:
@@ -91,17 +84,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _processes(
-    kind: str, queue: int, seconds: float, count: int, edit: dict[str, str], limit: float | None
+    kind: str, queue: int, seconds: float, count: int, blocking: bool, limit: float | None
 ) -> list[dict]:
     """What each process says, kinds in turns; one that says nothing in time is killed."""
     start = time.time() + (GRACE_S if limit is None else 0.0)
     limit = limit or 2 * GRACE_S + seconds
     options = ["--worker", str(queue), str(seconds), str(start)]
-    options += [f"--{flag}" for flag in ("acquire", "blocking") if flag in edit]
-    if "most_registers" in edit:
-        options += ["--most-registers", edit["most_registers"]]
     kinds = list(itertools.islice(itertools.cycle(kind.split("+")), count))
-    env = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if "blocking" in edit else {})
+    env = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {})
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, f"{i}.out") for i in range(count)]
         errors = [Path(folder, f"{i}.err") for i in range(count)]
@@ -153,9 +143,7 @@ def _answers() -> bool:
         return False
 
 
-def _worker(kind: str, queue: int, seconds: float, start: float, edit: dict[str, str]) -> int:
-    if edit.keys() - {"blocking"}:
-        _edit_ptx(edit)
+def _worker(kind: str, queue: int, seconds: float, start: float) -> int:
     compute = share_gpu_kinds.KINDS[kind].make()
     rounds, where = 0, "first"
     alive, main_thread = [time.time()], threading.get_ident()
@@ -211,32 +199,6 @@ def _bits(out: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     tensors = {n: t.detach().contiguous() for n, t in out.items() if t is not None and t.numel()}
     return {n: t.view(kinds[t.element_size()]) for n, t in tensors.items()}
-
-
-def _edit_ptx(edit: dict[str, str]) -> None:
-    """What Triton compiles from now on: registers capped, descriptors read anew for every load."""
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    make: Callable = CUDABackend.make_ptx
-    most = int(edit.get("most_registers") or 256)
-
-    def edited(self, *args, **kwargs) -> str:
-        ptx = make(self, *args, **kwargs)
-        cap = lambda m: f"{m[1]}{min(int(m[2]), most)}"
-        if most == 0:
-            ptx = re.sub(r"setmaxnreg\.\S+\s+\d+;", "", ptx)
-        ptx = re.sub(r"(setmaxnreg\.inc\S*\s+)(\d+)", cap, ptx)
-        if "acquire" in edit:
-            fence = r"fence.proxy.tensormap::generic.acquire.gpu [\2], 128;\n\t\1"
-            ptx = re.sub(
-                r"((?:@\S+ )?cp\.async\.bulk\.tensor\S* \[[^]]*\], \[(%rd\d+),)", fence, ptx
-            )
-        return ptx
-
-    CUDABackend.make_ptx = edited
-    # Not what the cache holds of the same source.
-    cache = os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
-    os.environ["TRITON_CACHE_DIR"] = "-".join([cache, *edit, *map(str, edit.values())])
 
 
 if __name__ == "__main__":

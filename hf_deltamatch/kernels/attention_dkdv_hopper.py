@@ -44,15 +44,12 @@ from hf_deltamatch.kernels.hopper import (
     rows_descriptor,
     store_rows,
     to_operand,
-    turn_barriers,
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
 BLOCK_M = 64
 """Queries of a tile, as in ``attention_config.dkdv_configs``."""
 STAGES = 4
-TURNS = "none"
-"""What the two warpgroups do in turns (see ``hopper.py``)."""
 
 
 @gluon.jit
@@ -62,7 +59,7 @@ def _produce(
     STEP: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """K and V of this program once, then the query tiles of every query head, in visiting order."""
-    q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn = stages
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
     mbarrier.expect(kv_ready, 4 * ROWS * BLOCK_D)
     for w in gl.static_range(2):
         async_load(k_desc, [key_token + w * ROWS, 0], kv_ready, k_s.index(w))
@@ -88,7 +85,6 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, TURNS: gl.constexpr,
     i, dk, dv, start, bh, own, keys, position, reach, stages, pointers, queries, sizes,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     DLSE: gl.constexpr, MASKED: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -96,7 +92,7 @@ def _step(
 ):  # fmt: skip
     """One tile of queries, the i-th that this warpgroup sees; tuples as in ``_consume``."""
     k, v, k_tile, v_tile = own
-    q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn = stages
+    q_s, do_s, qt_s, dot_s, shifted_s, full, empty = stages
     lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr = pointers
     q_base, q_slot, Tq, offset = queries
     Tk, k_base, T_queries, T_keys, stride_stat, slots_q, window, softmax_scale, softcap = sizes
@@ -115,16 +111,10 @@ def _step(
     stat = bh.to(gl.int64) * stride_stat + q_slot * 128
     minus_lse2 = load_negated_pairs(lse2_ptr + stat + rows)[None, :]
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if TURNS == "products":
-        mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     s = warpgroup_mma(k, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if TURNS == "products":
-        mbarrier.arrive(turn.index(1 - w))
     f = k_tile * q_tile
     s = warpgroup_mma_wait(1, deps=[s])
-    if TURNS == "elements":
-        mbarrier.wait(turn.index(w), (i & 1) ^ (1 - w))
     if SOFTCAP:
         t = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
         p = gl.exp2(t * (softcap * LOG2E) + minus_lse2)
@@ -166,8 +156,6 @@ def _step(
     e = pow2_exponent(gl.max(gl.abs(ds), 1))
     back_k = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(q_tile)
     ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
-    if TURNS == "elements":
-        mbarrier.arrive(turn.index(1 - w))
     dv = add_product(dv, p8, dot_s.index(stage), back_v)
     dk = add_product(dk, ds8, qt_s.index(stage), back_k)
     mbarrier.arrive(empty.index(stage))
@@ -176,7 +164,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    w: gl.constexpr, TURNS: gl.constexpr,
+    w: gl.constexpr,
     stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr, v_descale_ptr, mask_ptr,
     first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len, k_slot,
     queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
@@ -212,7 +200,7 @@ def _consume(
     for t in range(edge):
         for group in range(G):
             dk, dv = _step(
-                w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
                 position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK, SOFTCAP,
                 DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
             )  # fmt: skip
@@ -221,7 +209,7 @@ def _consume(
         for t in range(edge, edge + inner):
             for group in range(G):
                 dk, dv = _step(
-                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
                     position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK,
                     SOFTCAP, DLSE, False, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -229,7 +217,7 @@ def _consume(
         for t in range(edge + inner, tiles):
             for group in range(G):
                 dk, dv = _step(
-                    w, TURNS, i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
+                    i, dk, dv, (origin + STEP * t) * BLOCK_M, head + group, own, keys,
                     position, reach, stages, pointers, queries, sizes, CAUSAL, WINDOW, MASK,
                     SOFTCAP, DLSE, True, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
@@ -250,7 +238,7 @@ def _attention_bwd_dkdv_hopper_kernel(
     stride_mb,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
     slot, kv = own_program(heads_at_once)
@@ -299,20 +287,19 @@ def _attention_bwd_dkdv_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    turn = turn_barriers(empty, TURNS)
-    stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty, turn)
+    stages = (q_s, do_s, qt_s, dot_s, shifted_s, full, empty)
     pointers = (lse2_ptr, q_descale_ptr, do_descale_ptr, do_fold_ptr, ds_ptr)
     queries = (q_base, q_slot, q_len, offset)
     gl.warp_specialize([
         (_consume, (
-            0, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+            0, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
             v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len,
             k_slot, queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap,
             window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP,
             CAUSAL, WINDOW, MASK, SOFTCAP, DLSE, STORE_DS, BLOCK_D, BLOCK_M, STAGES,
         )),
         (_consume, (
-            1, TURNS, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
+            1, stages, pointers, k_s, v_s, kv_ready, dk_ptr, dv_ptr, k_descale_ptr,
             v_descale_ptr, mask_ptr, first, kv, b, h, G, origin, edge, inner, tiles, k_base, k_len,
             k_slot, queries, Tq, stride_stat, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap,
             window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, STEP,
@@ -371,5 +358,5 @@ def dkdv_hopper(
         x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
         *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
         STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=BLOCK_M, STAGES=STAGES,
-        TURNS=TURNS, num_warps=4, **flags,
+        num_warps=4, **flags,
     )  # fmt: skip

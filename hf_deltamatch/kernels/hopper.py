@@ -2,9 +2,8 @@
 
 Gluon has no interpreter: these kernels are compared with the plain ones and the reference on a GPU.
 
-Two warpgroups of a program work on one tile each. ``TURNS``: left to themselves (``none``), or one
-starts its ``products`` after the other's, or computes the ``elements`` of its tile (what lies between
-the products) after the other's, so that the tensor cores work for one meanwhile.
+Two warpgroups of a program work on one tile each; where they take turns, one starts its products after the
+other's, so that the tensor cores work for one while the other computes.
 """
 
 from __future__ import annotations
@@ -70,17 +69,14 @@ def store_rows(out_ptr, x, first, base, length, D, stride_t):
 
 
 @gluon.jit
-def turn_barriers(others, TURNS: gl.constexpr):
-    """Barriers by which two warpgroups take turns; ``others`` where they do not.
-
-    Triton gives the memory of a barrier that nothing waits for to what it hands to the specialised
-    warps, over a barrier that is valid still: such kernels went wrong where processes share a GPU.
+def turn_barriers():
+    """Barriers by which two warpgroups take turns, for kernels that wait for them and no others: Triton gives
+    the memory of a barrier that nothing waits for to what it hands to the specialised warps, over a barrier
+    that is valid still. Such kernels went wrong where processes share a GPU.
     """
-    turn = others
-    if TURNS != "none":
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(turn.index(0), count=1)
-        mbarrier.init(turn.index(1), count=1)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
     return turn
 
 
