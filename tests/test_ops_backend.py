@@ -106,6 +106,8 @@ def test_explain_by_capability(monkeypatch) -> None:
         assert chosen is None and f"{capability[0]}.{capability[1]}" in reason and "9.0" in reason
     monkeypatch.setattr(kernels, "installed", lambda: False)
     assert "not installed" in explain("attention", CUDA).reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which a package would not help
+    assert "finds no `cuda` device" in explain("attention", CUDA).reason
 
 
 @pytest.mark.parametrize(

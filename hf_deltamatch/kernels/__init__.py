@@ -119,8 +119,6 @@ def missing(op: str, device: torch.device) -> str | None:
     """Why ``op`` has no kernel on ``device``, or None if it has."""
     if op not in OPS:
         return f"this version has no {op} kernel for `{device.type}` devices"
-    if not installed():
-        return "the package `triton` is not installed"
     if device.type == "cpu":
         return None if interpreted() else "the kernels need a CUDA device, and this is a `cpu`"
     if device.index is None:
@@ -133,6 +131,8 @@ def _missing_on_cuda(op: str, device: torch.device) -> str | None:
         return f"this version has no {op} kernel for `{device.type}` devices; kernels need CUDA"
     if not torch.cuda.is_available():
         return f"torch finds no `{device.type}` device"
+    if not installed():
+        return "the package `triton` is not installed"
     capability = capability_of(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{a}.{b}" for a, b in CAPABILITIES)
