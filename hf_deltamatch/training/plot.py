@@ -86,15 +86,22 @@ def plot(folders: list[Path], output: Path) -> list[str]:
         len(panels), 1, figsize=(8, 2.6 * len(panels)), sharex=True, layout="constrained", squeeze=False
     )  # fmt: skip
     for axis, (title, names, label, log) in zip(axes[:, 0], panels, strict=True):
-        for folder, style in zip(runs, cycle(("-", "--", ":", "-.")), strict=False):
+        looks = cycle(zip(("-", "--", ":", "-."), "oxs^", strict=True))
+        for folder, (style, point) in zip(runs, looks, strict=False):
             rows = runs[folder]
             for index, name in enumerate(names):
                 points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
                 if points:
-                    mark = "o" if len(points) < 0.5 * len(rows) or len(points) < 3 else ""
+                    # The monitor looks at other layers each time: a line would join what is not one.
+                    layers = name.startswith("attention/")
+                    few = len(points) < 0.5 * len(rows) or len(points) < 3
                     text = name.rpartition("/")[2]
                     text = text if len(runs) == 1 else f"{folder.name}: {text}"
-                    look = {"color": f"C{index}", "linestyle": style, "marker": mark}
+                    look = {
+                        "color": f"C{index}",
+                        "linestyle": "" if layers else style,
+                        "marker": point if layers or few else "",
+                    }
                     axis.plot(*zip(*points, strict=True), **look, label=text, markersize=3)
         axis.set_title(title, fontsize=10)
         axis.set_ylabel(label)
