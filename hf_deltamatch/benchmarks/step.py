@@ -37,6 +37,8 @@ NOMINAL_BF16 = {"H200": 989.0, "H100 80GB": 989.0, "B200": 2250.0, "A100": 312.0
 METHOD = {
     "step_ms": "forward, backward, fused AdamW: queues of 5 steps launched without a wait, the median "
     "of 3 queues, after 4 steps",
+    "kernels_ms": "of a step of its own under the profiler, milliseconds of the CUDA kernels that take most and of "
+    "the others together",
     "recorded_ms": "the same step recorded as a CUDA graph and replayed, for every arm: what is left when "
     "the host is never waited for; rates and speed-up of it beside it",
     "weights": "bf16: weights, gradients and optimiser state in BF16; fp32: all of them in FP32, under "

@@ -93,8 +93,9 @@ def swiglu_bwd(
     wants_down: bool,
     recipe: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x and the three weights; empty where not wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x through gate and through up, which torch.compile adds where it reads them, and of the
+    three weights; empty where not wanted."""
     wants = wants_x, wants_gate, wants_up, wants_down
     observe.CALLS["linear_bwd_input"] += 2 * wants_x + any(wants[:3])
     observe.CALLS["linear_bwd_weight"] += sum(wants[1:])
@@ -113,9 +114,13 @@ def _(
     dy, gate, up, x_fp8, x_descale, w_gate, w_up, w_down, wants_x, wants_gate, wants_up, wants_down,
     recipe, backend,
 ):  # fmt: skip
-    dx = dy.new_empty((dy.shape[0], w_gate.shape[1]) if wants_x else 0)
+    size = (dy.shape[0], w_gate.shape[1]) if wants_x else 0
     weights = (w_gate, wants_gate), (w_up, wants_up), (w_down, wants_down)
-    return dx, *(w.new_empty(w.shape if wanted else 0) for w, wanted in weights)
+    return (
+        dy.new_empty(size),
+        dy.new_empty(size),
+        *(w.new_empty(w.shape if wanted else 0) for w, wanted in weights),
+    )
 
 
 def _by_kernels(dy, gate, up, saved, weights, wants, recipe: LinearRecipe) -> list[Tensor | None]:
@@ -145,32 +150,31 @@ def _by_kernels(dy, gate, up, saved, weights, wants, recipe: LinearRecipe) -> li
         h = products.gated(gate, up)
     if wants_down and product[1] is None:
         product = k.quantize(h, recipe, "x", columns=True)
-    dx = dwg = dwu = dwd = None
+    dxg = dxu = dwg = dwu = dwd = None
     if wants_x:
-        dx = k.grad_input(by_gate[0], w_gate, dy.dtype, recipe)
-        dx = dx.add_(k.grad_input(by_up[0], w_up, dy.dtype, recipe))
+        dxg = k.grad_input(by_gate[0], w_gate, dy.dtype, recipe)
+        dxu = k.grad_input(by_up[0], w_up, dy.dtype, recipe)
     if wants_gate or wants_up:
         x = k.saved_input(*saved, dy.shape[0], w_gate.shape[1], recipe)
         dwg = k.gemm(by_gate[1], x, w_gate.dtype) if wants_gate else None
         dwu = k.gemm(by_up[1], x, w_up.dtype) if wants_up else None
     if wants_down:
         dwd = k.gemm(dy_columns, product[1], w_down.dtype)
-    return [dx, dwg, dwu, dwd]
+    return [dxg, dxu, dwg, dwu, dwd]
 
 
 def _by_reference(dy, gate, up, saved, weights, wants, recipe: LinearRecipe) -> list[Tensor | None]:
     w_gate, w_up, w_down = weights
     wants_x, wants_gate, wants_up, wants_down = wants
-    dx = dwg = dwu = dwd = None
+    dxg = dxu = dwg = dwu = dwd = None
     if any(wants[:3]):
         dh = reference.linear_bwd_input(dy, w_down, recipe).to(dy.dtype)
         dgate, dup = reference.gated_bwd(dh, gate, up)
     if wants_x:
-        parts = (
+        dxg, dxu = (
             reference.linear_bwd_input(d, w, recipe).to(dy.dtype)
             for d, w in ((dgate, w_gate), (dup, w_up))
         )
-        dx = sum(parts)
     x = reference.Quantized(*saved)
     if wants_gate:
         dwg = reference.linear_bwd_weight(dgate, x, recipe).to(w_gate.dtype)
@@ -179,7 +183,7 @@ def _by_reference(dy, gate, up, saved, weights, wants, recipe: LinearRecipe) -> 
     if wants_down:
         h = reference.linear_save_input(reference.gated(gate, up), recipe)
         dwd = reference.linear_bwd_weight(dy, h, recipe).to(w_down.dtype)
-    return [dx, dwg, dwu, dwd]
+    return [dxg, dxu, dwg, dwu, dwd]
 
 
 class SwigluFunction(torch.autograd.Function):
@@ -201,9 +205,8 @@ class SwigluFunction(torch.autograd.Function):
         wants = ctx.needs_input_grad[:4]
         leading = dy.shape[:-1]
         found = swiglu_bwd(dy.reshape(-1, dy.shape[-1]), *ctx.saved_tensors, *wants, *ctx.options)
-        dx, *dw = (t if wanted else None for t, wanted in zip(found, wants, strict=True))
-        if dx is not None:
-            dx = dx.reshape(*leading, dx.shape[-1])
+        dx = (found[0] + found[1]).reshape(*leading, found[0].shape[-1]) if wants[0] else None
+        dw = (t if wanted else None for t, wanted in zip(found[2:], wants[1:], strict=True))
         return dx, *dw, None, None, None
 
 
