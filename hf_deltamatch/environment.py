@@ -31,7 +31,7 @@ def version_of(package: str) -> str | None:
 
 
 def environment() -> dict:
-    """JSON types: Python, platform, package versions, device, threads. No host or user names."""
+    """JSON types: Python, platform, package versions, device, threads, and variables of ours that are set. No host or user names."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -40,6 +40,7 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **{k: v for k, v in sorted(os.environ.items()) if k.startswith("HF_DELTAMATCH_")},
     }
 
 

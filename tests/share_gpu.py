@@ -1,4 +1,4 @@
-"""Kernels in several processes that take turns on one GPU; a script, as some of them hang there.
+"""Kernels in several processes that take turns on one GPU; a script, as what is wrong there may hang.
 
     python tests/share_gpu.py                        # every kind, three processes, short and long queues
     python tests/share_gpu.py plain-128 hopper-128 --queue 100 --seconds 5

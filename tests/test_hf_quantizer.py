@@ -193,7 +193,7 @@ def test_config_arguments() -> None:
     """A misspelt argument is an error; only a file may be from a newer version."""
     with pytest.raises(TypeError, match="no argument 'attn'; did you mean 'attention'"):
         DeltaMatchConfig(attn="bf16")
-    with pytest.raises(TypeError, match="no argument 'x'; Known are attention, linear"):
+    with pytest.raises(TypeError, match="no argument 'x'. Known are attention, linear"):
         DeltaMatchConfig(x=1)
     for name in ("modules_to_not_convert", "include"):
         with pytest.raises(ValueError, match=f"{name} is .'zzz'. with linear=None"):

@@ -109,7 +109,7 @@ def test_accuracy_against_fp64(case: tuple) -> None:
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "bool"])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.D <= 128], ids=str)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if 64 < s.D <= 128], ids=str)
 def test_hopper_kernels_agree_with_the_plain_ones(shape: Shape, mode: str, monkeypatch) -> None:
     """On the same payloads: the same sums, dK and dV in another order of query heads. (A gradient of
     lse, sinks, and BF16 and FP32 results besides.)"""

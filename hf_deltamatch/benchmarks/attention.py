@@ -64,7 +64,7 @@ def bench_attention(
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {
         "fp8_peak_tflops": peak,
-        "hopper_kernels": kernels.wants_hopper(),
+        "hopper_kernels": kernels.wants_hopper() and torch.cuda.get_device_capability() == (9, 0),
         "method": METHOD,
         "shapes": [],
     }

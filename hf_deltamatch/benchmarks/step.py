@@ -67,7 +67,7 @@ def bench_step(
 
     Args:
         size: default 20 layers, hidden 2048, 4 sequences of 8192 tokens: 1.4 billion parameters.
-        arms: names of ``step_arm.ARMS``; default BF16 and all of ours.
+        arms: names of ``step_arm.ARMS``; default BF16 and ``fp8``.
         weights: ``bf16`` or ``fp32``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Hugging Face integration: the only place that imports Transformers, PEFT or lm-eval."""
+"""Hugging Face integration: what Transformers, PEFT and lm-eval call."""
 
 from hf_deltamatch.hf import attention as _attention
 from hf_deltamatch.hf import built as _built

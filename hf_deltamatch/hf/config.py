@@ -195,8 +195,8 @@ def _refuse_unknown(kwargs: dict) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         raise TypeError(
             f"DeltaMatchConfig has no argument {name!r}"
-            + (f"; did you mean {near[0]!r}? " if near else "; ")
-            + f"Known are {', '.join(known)}."
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" Known are {', '.join(known)}."
         )
 
 

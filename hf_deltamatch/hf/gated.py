@@ -142,8 +142,12 @@ def choose_gated(model: nn.Module, fuse: bool | str | None) -> list[str]:
     whole = (
         []
         if fuse != WHOLE
-        else [f"{len(modules) - reasons.total() - parts.total()} of them are one op"]
+        else [
+            f"{len(modules) - reasons.total() - parts.total()} of them are one op of all three linears"
+        ]
     )
+    if not modules:
+        return ["fuse_gated: this model has no gated feed-forward with the usual forward"]
     return [
         f"{len(modules) - reasons.total()} gated feed-forward modules keep nothing of their product",
         *whole,

@@ -118,7 +118,7 @@ def swap_linears(
         fuse_gated: True runs ``down_proj(silu(gate) * up)`` of feed-forward modules with Transformers'
             usual forward as one op, which keeps nothing of the product for the backward
             (:func:`hf_deltamatch.ops.fp8_gated_linear`), ``"whole"`` gate_proj and up_proj in it as well
-            (:func:`hf_deltamatch.ops.fp8_swiglu`; not yet run on a GPU); False undoes it, None leaves it
+            (:func:`hf_deltamatch.ops.fp8_swiglu`); False undoes it, None leaves it
             as it is. Not saved with the model. A linear with hooks or a wrapper runs as before.
         backend: ``"reference"``, ``"triton"`` …; ``None`` keeps what a module has (by device where
             none was ever named).
@@ -235,8 +235,15 @@ def swap_by_plan(
         else:
             report.swapped[name] = f"{_shape(module)}, {plan[name].name}"
     if not report.swapped:
+        automatic = ""
+        if any("predicted" in reason for reason in report.skipped.values()):
+            automatic = (
+                ' "auto" predicts by the rates of a measured device and leaves what is no faster; '
+                "without filter_fn everything that can be is swapped."
+            )
         raise ValueError(
-            f"swap_linears: no module of {type(model).__name__} can be swapped. Left:\n{report}"
+            f"swap_linears: no module of {type(model).__name__} can be swapped.{automatic} "
+            f"Left:\n{report}"
         )
     for name, chosen in plan.items():
         if isinstance(chosen, str) and (why := _extended(model.get_submodule(name))):

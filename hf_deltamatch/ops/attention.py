@@ -101,7 +101,7 @@ def delta_matching_attention(
         recipe: a name or an :class:`AttentionRecipe`. One that does not quantise (``"bf16"``) runs
             torch's own attention on a device, unless ``backend`` or ``return_lse`` is given.
         return_lse: also return ``lse``.
-        backend: ``None`` (by device) or one of ``ops.backend.BACKENDS`` by name.
+        backend: ``None`` (by device), ``"reference"`` (pure torch) or ``"triton"`` (the kernels).
 
     Returns:
         ``o [B, Hq, Tq, Dv]`` in the dtype of q; with ``return_lse`` also ``lse [B, Hq, Tq]``, FP32,

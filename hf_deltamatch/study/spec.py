@@ -153,6 +153,10 @@ def load_study(path: str | Path) -> Study:
     """
     import yaml
 
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"study: there is no file {path}; examples/configs/ has study files to start from."
+        )
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -66,9 +66,9 @@ class Options:
     linear: str | None = None
     """Recipe of FP8 linears, as ``blockwise``; null keeps them in high precision."""
     block: str = "128xD"
-    """What shares a scale in FP8 attention: ``128xD``, ``1xD`` or ``mx``."""
+    """What shares a descale in FP8 attention: ``128xD``, ``1xD`` or ``mx``."""
     backend: str | None = None
-    """Of the FP8 ops, by name; default: by device, as ``hf-deltamatch env`` says."""
+    """Of the FP8 ops, ``reference`` or ``triton``; default: by device, as ``hf-deltamatch env`` says."""
     data: str = "stdlib"
     """``stdlib`` (the running Python's own source), a local file or folder, or a hub name."""
     data_config: str | None = None
@@ -241,6 +241,8 @@ def field_docs(kind: type[Options]) -> dict[str, str]:
 
 
 def read_yaml(path: Path) -> dict:
+    if not path.is_file():
+        raise ValueError("there is no such file; examples/configs/ has one for each script.")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"holds {type(values).__name__}; a mapping of options is needed.")

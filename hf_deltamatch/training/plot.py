@@ -73,6 +73,10 @@ def plot(folders: list[Path], output: Path) -> list[str]:
 
     runs = {}
     for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(
+                f"plot: there is no folder {folder}; name the output folder of a training run."
+            )
         rows = read_metrics(folder / "metrics.jsonl")
         if not rows:
             raise ValueError(
