@@ -203,3 +203,12 @@ def test_arms_on_a_device(small_vocabulary) -> None:
     assert all("recorded_ms" in row for row in rows.values())
     assert rows["fp8"]["peak_GiB"] > 0 and rows["bf16"]["sdpa"]
     assert tables.format_rows("", {"bf16": rows["bf16"]}, step.COLUMNS)
+
+
+def test_largest_kernels(monkeypatch) -> None:
+    """Nothing is lost: templates whose names begin alike are one row, the rest another."""
+    long = "void at::native::vectorized_elementwise_kernel<4, " + 120 * "x"
+    times = {long + "Mul": 5.0, long + "Add": 4.0, **{f"k{i}": 0.1 for i in range(5)}}
+    monkeypatch.setattr(step_arm.timing, "kernel_times", lambda step, repeats: times)
+    found = step_arm._largest_kernels(None, count=3)
+    assert found == {long[:120]: 9.0, "k0": 0.1, "k1": 0.1, "(others)": 0.3}

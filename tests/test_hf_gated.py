@@ -104,19 +104,75 @@ def test_a_hook_or_a_wrapper_is_not_passed_over() -> None:
     assert "1 gated feed-forward modules are not fused: down_proj has hooks" in str(report)
 
 
-def test_lora_on_down_proj() -> None:
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+SOME_LINEARS = [[n for i, n in enumerate(LINEARS) if bits >> i & 1] for bits in range(1, 8)]
+
+
+@pytest.mark.parametrize("fuse", [True, "whole"])
+@pytest.mark.parametrize("targets", SOME_LINEARS, ids="+".join)
+def test_lora(targets: list[str], fuse: bool | str) -> None:
     peft = pytest.importorskip("peft")
     plain, fused = tiny(), tiny()
-    config = peft.LoraConfig(target_modules=["down_proj"], r=4, init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=targets, r=4, init_lora_weights=False)
     found = []
-    for model, fuse in ((plain, False), (fused, True)):
-        hf_deltamatch.swap_linears(model, fuse_gated=fuse)
+    for model, chosen in ((plain, False), (fused, fuse)):
+        hf_deltamatch.swap_linears(model, fuse_gated=chosen)
         torch.manual_seed(1)
         found.append(step(peft.get_peft_model(model, config)))
     (loss, grads), (other, expected) = found
-    assert loss == other
+    assert loss == pytest.approx(other, rel=1e-6) and grads.keys() == expected.keys()
     for name, grad in grads.items():
-        assert_close(grad, expected[name], rms=1e-6, what=name)
+        assert_close(grad, expected[name], rms=1e-5, what=name)
+
+
+def plain_linear(mlp, name: str) -> None:
+    linear = getattr(mlp, name)
+    new = torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
+    new.weight = linear.weight
+    setattr(mlp, name, new)
+
+
+CHANGES = {
+    **{f"plain {n}": lambda mlp, n=n: plain_linear(mlp, n) for n in LINEARS},
+    **{f"hooked {n}": lambda mlp, n=n: hook(getattr(mlp, n)) for n in (*LINEARS, "act_fn")},
+    "another act_fn": lambda mlp: setattr(mlp, "act_fn", torch.nn.GELU()),
+    "act_fn replaced on the instance": lambda mlp: setattr(mlp.act_fn, "forward", torch.tanh),
+}
+
+
+def hook(module) -> None:
+    module.register_forward_hook(lambda module, args, out: 0.5 * out)
+
+
+@pytest.mark.parametrize("fuse", [True, "whole"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_fusing_is_seen(change: str, fuse: bool | str) -> None:
+    plain, fused = tiny(), tiny()
+    losses = []
+    for model, chosen in ((plain, False), (fused, fuse)):
+        hf_deltamatch.swap_linears(model, fuse_gated=chosen)
+        before = step(model)[0]
+        # Transformers shares one activation among the layers; here each has its own.
+        for mlp in feed_forwards(model):
+            mlp.act_fn = copy.deepcopy(mlp.act_fn)
+        CHANGES[change](feed_forwards(model)[0])
+        losses.append(step(model)[0])
+        assert change.startswith("plain") or abs(losses[-1] - before) > 1e-5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_weight_of_another_dtype(name: str) -> None:
+    """Under autocast each linear casts its own; one op of all three takes one dtype."""
+    losses = []
+    for fuse in (False, "whole"):
+        model = tiny().bfloat16()
+        hf_deltamatch.swap_linears(model, fuse_gated=fuse)
+        for mlp in feed_forwards(model):
+            getattr(mlp, name).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(step(model)[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 def test_whole_where_it_can_be() -> None:
@@ -143,8 +199,9 @@ def test_whole_where_it_can_be() -> None:
     hook.remove()
     hf_deltamatch.swap_linears(model, fuse_gated=True)
     assert not any(isinstance(m, gated.FusedWhole) for m in model.modules())
-    with pytest.raises(ValueError, match="fuse_gated is 'all'"):
-        hf_deltamatch.swap_linears(model, fuse_gated="all")
+    for wrong in ("all", 1, 0):
+        with pytest.raises(ValueError, match=f"fuse_gated is {wrong!r}"):
+            hf_deltamatch.swap_linears(model, fuse_gated=wrong)
 
 
 @pytest.mark.parametrize("fuse", [True, "whole"])

@@ -182,6 +182,18 @@ def test_values_of_any_size(in_units: bool, sizes: tuple[float, ...], monkeypatc
         assert off.max() < 1e-6
 
 
+def test_sums_in_units_stay_in_range() -> None:
+    """Many keys of descales as far apart as units allow, and just too far."""
+    shape = Shape(1, 1, 1, 1, 9600, 16, 16)
+    for exponent in (35, 49):
+        call = make_call(shape)
+        call.q.zero_()
+        call.v.fill_(448 * 2.0**exponent)
+        call.v[:, :, :128] = 448 * 2.0**-exponent
+        o = attention_kernels.attention_fwd(call.q, call.k, call.v, **call.options).o
+        assert difference(o, call.v.mean(2, keepdim=True)) < (5e-3 if ON_GPU else 1e-5)
+
+
 def check_two_terms(o: torch.Tensor, expected: torch.Tensor) -> None:
     """Every row to 1e-6, but for the few in which a second term, which magnifies an FP32 rounding of P,
     falls on the other side of a tie: half a unit of E4M3 (2⁻⁴) of what is at most 2⁻⁴ of a probability."""

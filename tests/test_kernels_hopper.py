@@ -33,7 +33,7 @@ def test_hopper_kernels_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -
     device = torch.device("cuda")
     capability = (9, 0)
     monkeypatch.setattr(config, "capability_of", lambda device: capability)
-    for value, asked in ((None, True), ("0", False), ("1", True)):
+    for value, asked in ((None, True), ("", True), ("0", False), ("1", True)):
         if value is None:
             monkeypatch.delenv(HOPPER_VARIABLE, raising=False)
         else:

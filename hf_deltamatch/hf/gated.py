@@ -35,7 +35,8 @@ class FusedGated:
 
     def forward(self, x: Tensor) -> Tensor:
         down = self.down_proj
-        if why_not(down):  # wrapped, hooked or turned back since: as its own class does it
+        # Wrapped, hooked or turned back since: as its own class does it.
+        if why_not(down) or why_not_silu(self):
             return super().forward(x)
         return fp8_gated_linear(
             self.gate_proj(x), self.up_proj(x), down.weight, down.bias, down.fp8_recipe,
@@ -51,7 +52,7 @@ class FusedWhole(FusedGated):
 
     def forward(self, x: Tensor) -> Tensor:
         down = self.down_proj
-        if why_not_whole(self):
+        if why_not_whole(self) or why_not_silu(self):
             return super().forward(x)
         return fp8_swiglu(
             x,
@@ -95,26 +96,40 @@ def why_not(linear: nn.Module, name: str = "down_proj") -> str | None:
     """Why the product cannot be taken from this linear's weight: what would be passed over."""
     if type(linear) is not FP8Linear:
         return f"{name} is {type(linear).__name__}"
-    if "forward" in vars(linear):
+    return _seen_from_outside(linear, name)
+
+
+def why_not_silu(module: nn.Module) -> str | None:
+    """Why the activation cannot be passed over."""
+    if not isinstance(module.act_fn, _SILU):
+        return f"act_fn is {type(module.act_fn).__name__}"
+    return _seen_from_outside(module.act_fn, "act_fn")
+
+
+def _seen_from_outside(module: nn.Module, name: str) -> str | None:
+    if "forward" in vars(module):
         return f"{name}'s forward is replaced on the instance"
     hooks = (
-        linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks,
-        linear._backward_pre_hooks,
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks,
     )  # fmt: skip
     return f"{name} has hooks" if any(hooks) else None
 
 
 def why_not_whole(module: nn.Module) -> str | None:
     """Why the three linears of this module cannot be one op."""
-    down = module.down_proj
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        linear = getattr(module, name)
+    linears = {name: getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    for name, linear in linears.items():
         if reason := why_not(linear, name):
             return reason
+    down = module.down_proj
+    for name, linear in linears.items():
         if linear.bias is not None:
             return f"{name} has a bias"
         if (linear.fp8_recipe, linear.fp8_backend) != (down.fp8_recipe, down.fp8_backend):
             return f"{name} and down_proj have different recipes or backends"
+        if linear.weight.dtype != down.weight.dtype:
+            return f"{name} and down_proj have different dtypes"
     return (
         "grad_weight_hp keeps inputs in high precision" if down.fp8_recipe.grad_weight_hp else None
     )
@@ -128,7 +143,7 @@ def choose_gated(model: nn.Module, fuse: bool | str | None) -> list[str]:
     reasons: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for module in modules:
-        reason = why_not(module.down_proj) if fuse else ""
+        reason = (why_not(module.down_proj) or why_not_silu(module)) if fuse else ""
         if reason is None:
             left = why_not_whole(module) if fuse == WHOLE else ""
             if left:
@@ -157,7 +172,7 @@ def choose_gated(model: nn.Module, fuse: bool | str | None) -> list[str]:
 
 
 def check_fuse(fuse: bool | str | None) -> None:
-    if fuse not in (None, False, True, WHOLE):
+    if not (fuse is None or isinstance(fuse, bool) or fuse == WHOLE):
         raise ValueError(
             f"swap_linears: fuse_gated is {fuse!r}; it must be True, False, None or {WHOLE!r}."
         )

@@ -53,7 +53,7 @@ def wants_hopper() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(HOPPER_VARIABLE, "1")
+    value = os.environ.get(HOPPER_VARIABLE) or "1"
     if value not in ("0", "1"):
         raise ValueError(
             f"{HOPPER_VARIABLE} is {value!r}; it must be 1 (the default: kernels for Hopper in the backward of "
