@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Shape
+from attention_cases import Shape, compact, padded_positions
 
 pytest.importorskip("triton")
 import triton  # noqa: E402
@@ -105,9 +105,9 @@ def test_strides_of_a_fused_projection() -> None:
 
 
 @triton.jit
-def _programs_kernel(out_ptr, heads_at_once):
-    place, head = own_program(heads_at_once)
-    number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+def _programs_kernel(out_ptr, heads_at_once, tiles):
+    place, head = own_program(heads_at_once, tiles)
+    number = tl.program_id(0)
     tl.store(out_ptr + 2 * number, place)
     tl.store(out_ptr + 2 * number + 1, head)
 
@@ -118,7 +118,7 @@ def test_every_tile_of_every_head_is_someones(tiles: int, heads: int, heads_at_o
     """Once; some heads after others, the same place of all of them one after another."""
     at_once = min(heads_at_once, heads)
     out = torch.full((tiles * heads, 2), -1, dtype=torch.int32, device=DEVICE)
-    _programs_kernel[(tiles, heads)](out, at_once)
+    _programs_kernel[(tiles * heads,)](out, at_once, tiles)
     expected = [
         [place, head]
         for first in range(0, heads, at_once)
@@ -293,6 +293,25 @@ def test_offsets_beyond_32_bits(Hq: int, Hkv: int, layout: str) -> None:
         pytest.skip("needs more free memory")
     assert check_ends_of_a_long_call(Hq, Hkv, 2**19, 128, layout=layout) > 2**31
     torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", ["128xD", "1xD"])
+def test_more_heads_than_an_axis_of_a_grid_has(block: str) -> None:
+    """70000 short sequences, as a batch and the last ones alone, bit by bit; padded, so with every kernel."""
+    B, D = 70000, 64
+    lengths = torch.arange(B) % 7 + 2
+    mask = compact(padded_positions(lengths.tolist(), 8, "left")).to(DEVICE)
+    shape = Shape(B, 1, 1, 8, 8, D, D)
+    call = make_call(
+        shape, dtype=torch.bfloat16, mask=mask, is_causal=False, fields=dict(block=block)
+    )
+    few = Call(
+        *(x[-5:].clone() for x in call[:4]), None, {**call.options, "mask": mask[-5:].clone()}
+    )
+    whole, alone = results(call), results(few)
+    for name in RESULTS:
+        assert_bitwise_equal(whole[name][-5:], alone[name], name)
 
 
 @pytest.mark.gpu

@@ -41,9 +41,6 @@ NO_BOOLEAN_MASK = ((10, 0), (10, 3))
 """Triton 3.6 and 3.9 fail to compile the dK/dV kernel with a boolean mask for these, except that of
 ``mx``."""
 
-MOST_HEADS = 65535
-"""Programs that CUDA launches along the second axis of a grid."""
-
 OPS = ("attention", "linear")
 """Ops that have kernels."""
 
@@ -182,8 +179,6 @@ def unsupported_attention(
         return f"head dimensions {head_dims} are above 128, which does not fit this device"
     if not softmax_scale > 0:
         return f"`softmax_scale` is {softmax_scale}; the kernels need a positive one"
-    if heads > MOST_HEADS:
-        return f"{heads} batches × query heads are above {MOST_HEADS}; split the batch"
     if heads * tokens >= 2**31:
         return (
             f"{heads} batches × query heads of {tokens} tokens are above 2³¹ rows; split the batch"

@@ -46,7 +46,7 @@ def _give_descales(
         return False
     B, H, T, D = x.shape
     amax = torch.empty(B, H, T, device=x.device)
-    _amax_kernel[(-(-T // 128), B * H)](
+    _amax_kernel[(-(-T // 128) * B * H,)](
         x, amax, state, H, T, D, *x.stride(), *_state_strides(state, B, H, T),
         STATE=state is not None, BLOCK_D=feature_block(D),
     )  # fmt: skip

@@ -104,7 +104,7 @@ def mean_key_mx(kt: Copy, x: Problem) -> Tensor:
     """Mean of the re-encoded visible keys, ``[B · Hkv, segments, D]``."""
     mean = torch.empty(x.B * x.Hkv, x.segments, x.D, device=kt.payload.device)
     state = x.facts.key_state
-    _mean_key_mx_kernel[(x.segments, x.B * x.Hkv)](
+    _mean_key_mx_kernel[(x.segments * x.B * x.Hkv,)](
         kt.payload, kt.codes, state, mean, x.pack_k.cu, x.pack_q.cu, x.Hkv, x.Tk, x.Tq, x.D,
         kt.payload.shape[2], x.pack_k.slots, x.segments, x.hide(keys=True),
         *_state_strides(state, x.B, x.Hkv, x.Tk), BLOCK_D=x.BLOCK_D,

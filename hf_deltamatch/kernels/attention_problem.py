@@ -103,8 +103,8 @@ class Problem:
             heads, strides = self.Hkv, m.stride()
         tiles = self.pack_k.slots if by_key else self.pack_q.slots
         out = torch.empty(self.B, heads, tiles, 2, dtype=torch.int32, device=m.device)
-        _bounds_kernel[(tiles, self.B * heads)](
-            m, out, self.Tq, self.Tk, self.window or 0, heads, *strides, BY_KEY=by_key, BLOCK=128,
+        _bounds_kernel[(tiles * self.B * heads,)](
+            m, out, tiles, self.Tq, self.Tk, self.window or 0, heads, *strides, BY_KEY=by_key, BLOCK=128,
             **self._shape_flags,
         )  # fmt: skip
         return out

@@ -57,8 +57,8 @@ def _mean_key_kernel(
 ):  # fmt: skip
     """Mean of the dequantised keys of a segment that any query sees, ``[B·Hkv, segments, D]``.
     ``state`` and ``hide`` as in ``quantize._quantize_slot``."""
-    segment = tl.program_id(0)
-    bh = tl.program_id(1)
+    segment = tl.program_id(0) % segments
+    bh = tl.program_id(0) // segments
     base, length, slot = segment_of(segment, T, cu_ptr, cu_ptr is not None)
     _, other, _ = segment_of(segment, T_queries, cu_q_ptr, cu_q_ptr is not None)
     row = bh.to(tl.int64) * T + base

@@ -16,13 +16,12 @@ BOOL_MASK = tl.constexpr(2)
 
 
 @triton.jit
-def own_program(heads_at_once):
-    """Place along the tokens and head of this program. Programs start in the order of their number: so
-    ``heads_at_once`` heads from their longest rows to their shortest, then the next ones."""
-    tiles = tl.num_programs(0)
-    number = tl.program_id(1) * tiles + tl.program_id(0)
+def own_program(heads_at_once, tiles):
+    """Place among the ``tiles`` of a head, and head of this program. Programs start in the order of their number:
+    so ``heads_at_once`` heads from their longest rows to their shortest, then the next ones."""
+    number = tl.program_id(0)
     first = number // (heads_at_once * tiles) * heads_at_once
-    heads = tl.minimum(heads_at_once, tl.num_programs(1) - first)
+    heads = tl.minimum(heads_at_once, tl.num_programs(0) // tiles - first)
     number -= first * tiles
     return number // heads, first + number % heads
 
@@ -142,15 +141,15 @@ def query_tiles(
     return lo, full_lo, full_hi, hi
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk", "window", "mask_heads"])
+@triton.jit(do_not_specialize=["tiles", "Tq", "Tk", "window", "mask_heads"])
 def _bounds_kernel(
-    mask_ptr, bounds_ptr, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq, stride_mk,
+    mask_ptr, bounds_ptr, tiles, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BY_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First and one past the last token of the other axis that a tile of BLOCK tokens sees."""
-    tile = tl.program_id(0)
-    bh = tl.program_id(1)
+    tile = tl.program_id(0) % tiles
+    bh = tl.program_id(0) // tiles
     mask_ptr += (bh // mask_heads).to(tl.int64) * stride_mb
     mask_ptr += (bh % mask_heads).to(tl.int64) * stride_mh
     offset = Tk - Tq
@@ -171,7 +170,7 @@ def _bounds_kernel(
         at = query if BY_KEY else key
         lo = tl.minimum(lo, tl.min(tl.min(tl.where(seen, at, T_other), 1), 0))
         hi = tl.maximum(hi, tl.max(tl.max(tl.where(seen, at + 1, 0), 1), 0))
-    at = bounds_ptr + (bh * tl.num_programs(0) + tile) * 2
+    at = bounds_ptr + tl.program_id(0) * 2
     tl.store(at, tl.minimum(lo, hi))
     tl.store(at + 1, hi)
 

@@ -326,10 +326,11 @@ def _amax_kernel(
     stride_sh, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of each token, infinite if not finite, 0 for hidden tokens."""
-    bh = tl.program_id(1)
+    tiles = (T + 127) // 128
+    bh = tl.program_id(0) // tiles
     b = bh // H
     h = bh % H
-    offs_t = tl.program_id(0) * 128 + tl.arange(0, 128)
+    offs_t = tl.program_id(0) % tiles * 128 + tl.arange(0, 128)
     offs_d = tl.arange(0, BLOCK_D)
     live = offs_t < T
     if STATE:
