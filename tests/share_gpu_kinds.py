@@ -80,8 +80,10 @@ def _restrict(launchers, only: str) -> None:
 
     launchers.config.has_hopper = has_hopper
     if only == "delta":
-        both = launchers.dq_hopper
-        launchers.dq_hopper = lambda *a, is_delta, **kw: (
+        from hf_deltamatch.kernels import attention_dq_hopper
+
+        both = attention_dq_hopper.dq_hopper
+        attention_dq_hopper.dq_hopper = lambda *a, is_delta, **kw: (
             both(*a, is_delta=True, **kw) if is_delta else a[4].zero_()
         )
 

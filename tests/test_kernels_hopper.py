@@ -3,6 +3,8 @@ and capabilities: `test_kernels_compile`, slow)."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,12 @@ def test_hopper_kernels_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -
         config.has_hopper(128, 128, device)
     with pytest.raises(ValueError, match="HF_DELTAMATCH_HOPPER"):  # before the first step, too
         kernels.unsupported_attention(AttentionRecipe(), (128, 128), 0.1, device)
+
+
+def test_other_kernels_need_no_gluon() -> None:
+    """Which is experimental in Triton."""
+    code = (
+        "import sys; sys.modules['triton.experimental.gluon'] = None; "
+        "import hf_deltamatch.kernels.attention"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

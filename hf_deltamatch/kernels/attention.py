@@ -23,9 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_deltamatch.kernels import attention_config as config
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
-from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
-from hf_deltamatch.kernels.attention_dq_hopper import dq_hopper
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
 from hf_deltamatch.kernels.attention_operands import quantize_do, quantize_qkv, transpose_qk
 from hf_deltamatch.kernels.attention_problem import Problem, saved_views
@@ -192,6 +190,9 @@ def attention_bwd(
 
     def rows_pass(is_delta: bool) -> None:
         if hopper_dq and (is_delta or mean_key is None):
+            # Only where it runs: Gluon is experimental in Triton.
+            from hf_deltamatch.kernels.attention_dq_hopper import dq_hopper
+
             dq_hopper(
                 x, (q8, do8, k8, v8, kt), (lse2, shifted, delta, dlse), (qd, dod, kd, vd), dq,
                 None if ds is None or is_delta else ds[0], bounds, is_delta=is_delta,
@@ -225,6 +226,8 @@ def attention_bwd(
     rows_pass(False)
     key_bounds = x.bounds(by_key=True)
     if hopper and config.has_hopper(BD, BDV, x.device):
+        from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
+
         dkdv_hopper(
             x, (q8, do8, qt, do_t), (k8, v8), (lse2, shifted), (qd, dod, kd, vd), do_fold, dk, dv,
             None if ds is None else ds[1], key_bounds, has_dlse=dlse is not None,
