@@ -59,7 +59,10 @@ def bench_attention(
     """
     reason = kernels.missing("attention", torch.device("cuda"))
     if reason is not None:
-        raise tables.BenchError(f"attention is timed on a CUDA device with kernels: {reason}.")
+        raise tables.BenchError(
+            f"attention is timed on a CUDA device with kernels: {reason}. Run it on one; "
+            "`hf-deltamatch env` says what this machine runs."
+        )
     peak = timing.fp8_peak()
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {

@@ -74,7 +74,10 @@ def bench_linear(
     """
     reason = kernels.missing("linear", torch.device("cuda"))
     if reason is not None:
-        raise tables.BenchError(f"linears are timed on a CUDA device with kernels: {reason}.")
+        raise tables.BenchError(
+            f"linears are timed on a CUDA device with kernels: {reason}. Run it on one; "
+            "`hf-deltamatch env` says what this machine runs."
+        )
     shapes = LINEAR_SHAPES if shapes is None else tuple(shapes)
     result: dict[str, Any] = {
         "fp8_peak_tflops": timing.fp8_peak(),

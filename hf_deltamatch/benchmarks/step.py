@@ -87,7 +87,10 @@ def bench_step(
     for op in ("attention", "linear"):
         reason = kernels.missing(op, torch.device("cuda"))
         if reason is not None:
-            raise tables.BenchError(f"steps are timed on a CUDA device with kernels: {reason}.")
+            raise tables.BenchError(
+                f"steps are timed on a CUDA device with kernels: {reason}. Run it on one; "
+                "`hf-deltamatch env` says what this machine runs."
+            )
     name = f"{size}, {size.parameters / 1e9:.2f} B parameters in {weights}"
     rows: tables.Rows = {}
     result: dict[str, Any] = {
