@@ -35,6 +35,12 @@ METHOD = {
 }
 
 
+def _hopper_kernels() -> bool:
+    if not torch.cuda.is_available():
+        return False
+    return kernels.wants_hopper() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def bench_attention(
     shapes: Iterable[Shape] | None = None,
     recipes: tuple[str, ...] | None = None,
@@ -67,7 +73,7 @@ def bench_attention(
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {
         "fp8_peak_tflops": peak,
-        "hopper_kernels": kernels.wants_hopper() and torch.cuda.get_device_capability() == (9, 0),
+        "hopper_kernels": _hopper_kernels(),
         "method": METHOD,
         "shapes": [],
     }
