@@ -222,6 +222,15 @@ def test_unknown_backend(checkpoint) -> None:
         load(checkpoint, fp8_backend="slow")
 
 
+def test_a_model_that_is_nowhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        OSError, match="pretrained='nowhere' is no folder here; as a name of the hub"
+    ):
+        DeltaMatchLM(pretrained="nowhere", device="cpu")
+
+
 def test_generate_until_is_the_same_in_a_padded_batch(checkpoint) -> None:
     contexts = ["def f(x):", "import numpy as np\nx = np.zeros(3)\n"]
     options = {"until": ["\n\n\n"], "max_gen_toks": 6, "do_sample": False}

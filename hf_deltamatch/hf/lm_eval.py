@@ -80,7 +80,14 @@ class DeltaMatchLM(HFLM):
                 "loaded; a model object is evaluated as it is. Use set_attention_recipe(model, "
                 "recipe, backend=…) and swap_linears(model, recipe, backend=…) on it."
             )
-        super().__init__(pretrained, **kwargs)
+        try:
+            super().__init__(pretrained, **kwargs)
+        except OSError as error:
+            if not isinstance(pretrained, str) or Path(pretrained).exists():
+                raise
+            raise OSError(
+                f"hf-deltamatch: pretrained={pretrained!r} is no folder here; as a name of the hub: {error}"
+            ) from error
         if isinstance(pretrained, str) and kwargs.get("tp_plan") is None:
             self._share_documents()
 
