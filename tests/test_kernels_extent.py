@@ -105,8 +105,8 @@ def test_strides_of_a_fused_projection() -> None:
 
 
 @triton.jit
-def _programs_kernel(out_ptr, heads_at_once, tiles):
-    place, head = own_program(heads_at_once, tiles)
+def _programs_kernel(out_ptr, heads_at_once, places):
+    place, head = own_program(heads_at_once, places)
     number = tl.program_id(0)
     tl.store(out_ptr + 2 * number, place)
     tl.store(out_ptr + 2 * number + 1, head)

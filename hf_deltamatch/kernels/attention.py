@@ -90,11 +90,6 @@ def _like_bthd(B: int, H: int, T: int, D: int, dtype: torch.dtype, device) -> Te
     return torch.empty(B, T, H, D, dtype=dtype, device=device).transpose(1, 2)
 
 
-def _programs(tokens: int, slots: int, block: int, packed: bool, heads: int) -> tuple[int, int]:
-    """Tiles of a head, and heads."""
-    return (slots * (128 // block) if packed else -(-tokens // block)), heads
-
-
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     """Quantise q, k, v (any strides) and attend. ``q.dtype`` is the dtype of the output."""
     o = _like_bthd(x.B, x.Hq, x.Tq, x.Dv, q.dtype, q.device)
@@ -122,11 +117,11 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
     c = config.fwd_config(BD, BDV, x.device, tile=x.tile)
     bounds = x.bounds(by_key=False)
-    grid = _programs(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
-    _attention_fwd_kernel[(grid[0] * grid[1],)](
+    grid, order = x.programs(c.BLOCK_M, 3)
+    _attention_fwd_kernel[grid](
         _rows(q8, c.BLOCK_M, BD), _rows(k8, c.BLOCK_N, BD), _columns(vt, BDV, c.BLOCK_N), o, lse,
         qd, kd, vd if x.tile else v_fold, x.sinks, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
-        x.pack_q.segment, x.heads_at_once(*grid, 3), grid[0], x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv,
+        x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv,
         vt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, x.mask_heads, *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None,
         BLOCK_DV=BDV, TWO_TERMS=x.recipe.two_terms, IN_UNITS=config.sums_in_units(BD, BDV),
@@ -208,11 +203,11 @@ def attention_bwd(
                 _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
                 _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N),
             )  # fmt: skip
-        grid = _programs(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
-        _attention_bwd_dq_kernel[(grid[0] * grid[1],)](
+        grid, order = x.programs(c.BLOCK_M, 3)
+        _attention_bwd_dq_kernel[grid](
             *tiles[block], dq, delta, shifted, dlse, lse2, qd, dod, kd, vd, k_fold, x.sinks,
             mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
-            x.pack_k.cu, x.pack_q.segment, x.heads_at_once(*grid, 3), grid[0], x.Hq, x.Hq // x.Hkv,
+            x.pack_k.cu, x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv,
             x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
             x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
             *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None,
@@ -236,11 +231,11 @@ def attention_bwd(
     else:
         configs = config.dkdv_configs(BD, BDV, x.device, tile=x.tile)
     for c, wants_dk, wants_dv in configs:
-        grid = _programs(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
-        _attention_bwd_dkdv_kernel[(grid[0] * grid[1],)](
+        grid, order = x.programs(c.BLOCK_N, 2, by_key=True)
+        _attention_bwd_dkdv_kernel[grid](
             q8, do8, qt, do_t, k8, v8, dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold,
             None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,
-            x.pack_k.segment, x.heads_at_once(*grid, 2), grid[0], x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk,
+            x.pack_k.segment, *order, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk,
             x.D, x.Dv, x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
             x.window or 0, min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3],
             *dv.stride()[:3], *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,

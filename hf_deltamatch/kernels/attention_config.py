@@ -76,12 +76,14 @@ def delta_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: boo
 
 
 def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool = True) -> Config:
-    widest = max(BLOCK_D, BLOCK_DV)
+    widest, measured = max(BLOCK_D, BLOCK_DV), _is_measured(device, tile)
     if _is_small(device):
         return Config(64, 64, 4, 2)
-    if _is_measured(device, tile) and widest != 128:
-        return Config(64, 128, 4, 2, 168) if widest <= 64 else Config(64, 128, 8, 2)
-    return Config(64, 128 if widest <= 128 else 64, 4, 2)
+    if widest <= 64 and measured:
+        return Config(64, 128, 4, 2, 168)
+    if widest <= 128:
+        return Config(64, 128, 4, 2)
+    return Config(64, 128, 8, 2) if measured else Config(64, 64, 4, 2)
 
 
 def has_hopper(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> bool:
@@ -96,10 +98,13 @@ def dkdv_configs(
 ) -> list[tuple[Config, bool, bool]]:
     """One launch for dK and dV, or one each: ``(config, wants_dk, wants_dv)``."""
     widest = max(BLOCK_D, BLOCK_DV)
-    if widest <= 64:
-        measured = _is_measured(device, tile)
-        return [(Config(64, 64, 4, 2, 168) if measured else Config(128, 64, 4, 2), True, True)]
-    return [(Config(64, 64, 4 if widest <= 128 else 8, 2), True, True)]
+    if widest <= 64 and _is_measured(device, tile):
+        c = Config(64, 64, 4, 2, 168)
+    elif widest <= 64:
+        c = Config(128, 64, 4, 2)
+    else:
+        c = Config(64, 64, 4 if widest <= 128 else 8, 2)
+    return [(c, True, True)]
 
 
 def _is_native(device: torch.device) -> bool:

@@ -177,12 +177,12 @@ def _dkdv_tile_fp8(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["heads_at_once", "tiles"])
+@triton.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dkdv_kernel(
     q_src, do_src, qt_src, dot_src, k_src, v_src, dk_ptr, dv_ptr, lse2_ptr, shifted_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, q_fold_ptr, do_fold_ptr, ds_ptr,
     mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    heads_at_once, tiles, Hkv, G, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
+    heads_at_once, places, Hkv, G, Tq, Tk, D, Dv, slots_q, slots_k, softmax_scale, softcap, window,
     mask_heads, stride_stat, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
     stride_mb,
     stride_mh, stride_mq, stride_mk,
@@ -193,7 +193,7 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
     qt_code_ptr=None, dot_code_ptr=None, MX: tl.constexpr = False,
 ):  # fmt: skip
-    tile, bh = own_program(heads_at_once, tiles)  # the first keys have the most causal rows
+    tile, bh = own_program(heads_at_once, places)  # the first keys have the most causal rows
     b = bh // Hkv
     h = bh % Hkv
     head = b * (Hkv * G) + h * G

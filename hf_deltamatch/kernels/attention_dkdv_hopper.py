@@ -228,20 +228,20 @@ def _consume(
     store_rows(dk_ptr, dk * softmax_scale, first_key, k_base, k_len, D, stride_dkt)
 
 
-@gluon.jit(do_not_specialize=["heads_at_once"])
+@gluon.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, qt_desc, dot_desc, shifted_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, do_fold_ptr, ds_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_k_ptr,
-    heads_at_once, Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k,
-    softmax_scale, softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    stride_mb,
+    heads_at_once, places, Hkv, G, Tq, stride_stat, Tk, D, Dv, D_padded, D_padded_v, slots_q, slots_k,
+    softmax_scale, softcap, window, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
+    stride_dvt, stride_mb,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, STORE_DS: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dkdv._attention_bwd_dkdv_kernel`."""
-    slot, kv = own_program(heads_at_once, slots_k)
+    slot, kv = own_program(heads_at_once, places)
     b = kv // Hkv
     h = kv % Hkv
     # The first keys have the most causal rows.
@@ -347,14 +347,16 @@ def dkdv_hopper(
     lse2, shifted = stats
     D = x.BLOCK_D
     flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
-    _attention_bwd_dkdv_hopper_kernel[(x.pack_k.slots * x.B * x.Hkv,)](
-        rows_descriptor(q8, BLOCK_M, D), rows_descriptor(do8, BLOCK_M, D), columns_descriptor(qt, D,
-        BLOCK_M), columns_descriptor(do_t, D, BLOCK_M), rows_descriptor(shifted, BLOCK_M, D),
+    grid, order = x.programs(2 * ROWS.value, 1, by_key=True)
+    _attention_bwd_dkdv_hopper_kernel[grid](
+        rows_descriptor(q8, BLOCK_M, D), rows_descriptor(do8, BLOCK_M, D),
+        columns_descriptor(qt, D, BLOCK_M), columns_descriptor(do_t, D, BLOCK_M),
+        rows_descriptor(shifted, BLOCK_M, D),
         *(rows_descriptor(t, ROWS.value, D) for t in keys), dk, dv, lse2, *descales, do_fold, ds,
-        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment,
-        x.heads_at_once(x.pack_k.slots, x.B * x.Hkv), x.Hkv, x.Hq // x.Hkv, x.Tq, lse2.stride(1),
-        x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2], x.pack_q.slots, x.pack_k.slots,
-        x.softmax_scale, x.softcap or 1.0, x.window or 0, *dk.stride()[:3], *dv.stride()[:3],
-        x.mask_strides[0], DLSE=has_dlse, STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv),
-        BLOCK_D=D, BLOCK_M=BLOCK_M, STAGES=STAGES, num_warps=4, **flags,
+        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_k.segment, *order, x.Hkv,
+        x.Hq // x.Hkv, x.Tq, lse2.stride(1), x.Tk, x.D, x.Dv, qt.shape[2], do_t.shape[2],
+        x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0,
+        *dk.stride()[:3], *dv.stride()[:3], x.mask_strides[0], DLSE=has_dlse,
+        STORE_DS=ds is not None, STEP=step(x.Hq // x.Hkv), BLOCK_D=D, BLOCK_M=BLOCK_M, STAGES=STAGES,
+        num_warps=4, **flags,
     )  # fmt: skip

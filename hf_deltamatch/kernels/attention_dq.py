@@ -154,22 +154,22 @@ def _dq_tile_fp8(
     return acc, sum_a, sum_b, leak
 
 
-@triton.jit(do_not_specialize=["heads_at_once", "tiles"])
+@triton.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, k_fold_ptr, sinks_ptr,
     mean_key_ptr, ds_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
-    heads_at_once, tiles, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale,
-    softcap, window, mask_heads, stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh, stride_mq,
-    stride_mk,
+    heads_at_once, places, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale,
+    softcap, window, mask_heads, stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb,
+    stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     DELTA: tl.constexpr, PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SOFT_CAST: tl.constexpr, MX: tl.constexpr = False,
 ):  # fmt: skip
-    place, bh = own_program(heads_at_once, tiles)
-    tile = tiles - 1 - place  # the longest causal rows first
+    place, bh = own_program(heads_at_once, places)
+    tile = places - 1 - place  # the longest causal rows first
     b = bh // Hq
     h = bh % Hq
     kv = b * (Hq // G) + h // G
@@ -272,7 +272,7 @@ def _attention_bwd_dq_kernel(
             mean = tl.load(mean_key_ptr + offs_d, mask=offs_d < D, other=0.0)
             acc -= leak[:, None] * mean[None, :]
         if ROW_SUMS:
-            total = (tl.num_programs(0) // tiles * Tq).to(tl.int64)
+            total = (tl.num_programs(0) // places * Tq).to(tl.int64)
             tl.store(row_sum_ptr + row + offs_m, sum_a, mask=rows)
             tl.store(row_sum_ptr + total + row + offs_m, sum_b, mask=rows)
         out = acc * softmax_scale

@@ -221,12 +221,12 @@ def _consume(
         store_rows(dq_ptr, out, first + w * ROWS, q_base, q_len, D, stride_dqt)
 
 
-@gluon.jit(do_not_specialize=["heads_at_once", "tiles"])
+@gluon.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, ds_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
-    heads_at_once, tiles, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, softmax_scale, softcap,
+    heads_at_once, places, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, softmax_scale, softcap,
     window, mask_heads,
     stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -234,8 +234,8 @@ def _attention_bwd_dq_hopper_kernel(
     STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dq._attention_bwd_dq_kernel`."""
-    place, bh = own_program(heads_at_once, tiles)
-    slot = tiles - 1 - place  # the longest causal rows first
+    place, bh = own_program(heads_at_once, places)
+    slot = places - 1 - place  # the longest causal rows first
     b = bh // Hq
     h = bh % Hq
     kv = b * (Hq // G) + h // G
@@ -328,14 +328,15 @@ def dq_hopper(
     lse2, shifted, delta, dlse = stats
     BD = x.BLOCK_D
     flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
-    _attention_bwd_dq_hopper_kernel[(x.pack_q.slots * x.B * x.Hq,)](
+    grid, order = x.programs(2 * ROWS.value, 1)
+    _attention_bwd_dq_hopper_kernel[grid](
         rows_descriptor(q8, ROWS.value, BD), rows_descriptor(do8, ROWS.value, BD),
-        rows_descriptor(k8, BLOCK_N, BD), rows_descriptor(v8, BLOCK_N, BD), columns_descriptor(kt,
-        BD, BLOCK_N), dq, delta, shifted, dlse, lse2, *descales, x.sinks, ds, x.mask_bytes, bounds,
-        x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, x.heads_at_once(x.pack_q.slots, x.B * x.Hq),
-        x.pack_q.slots, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots,
-        x.pack_k.slots, x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads,
-        lse2.stride(1), *dq.stride()[:3], *x.mask_strides[:2], SINKS=x.sinks is not None, DLSE=dlse
-        is not None, DELTA=is_delta, STORE_DS=ds is not None, BLOCK_D=BD, BLOCK_N=BLOCK_N,
+        rows_descriptor(k8, BLOCK_N, BD), rows_descriptor(v8, BLOCK_N, BD),
+        columns_descriptor(kt, BD, BLOCK_N), dq, delta, shifted, dlse, lse2, *descales, x.sinks, ds,
+        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, *order, x.Hq,
+        x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots,
+        x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
+        *dq.stride()[:3], *x.mask_strides[:2], SINKS=x.sinks is not None, DLSE=dlse is not None,
+        DELTA=is_delta, STORE_DS=ds is not None, BLOCK_D=BD, BLOCK_N=BLOCK_N,
         STAGES=STAGES[is_delta], num_warps=4, **flags,
     )  # fmt: skip

@@ -166,11 +166,11 @@ def _descales_fit(v_descale_ptr, lo, hi, BLOCK_N: tl.constexpr):
     return strange == 0
 
 
-@triton.jit(do_not_specialize=["heads_at_once", "tiles"])
+@triton.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_fwd_kernel(
     q_desc, k_desc, vt_desc, o_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
     sinks_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
-    heads_at_once, tiles, Hq, G, Tq, Tk, Dv, D_padded_v, slots_q, slots_k, softmax_scale, softcap,
+    heads_at_once, places, Hq, G, Tq, Tk, Dv, D_padded_v, slots_q, slots_k, softmax_scale, softcap,
     window, mask_heads,
     stride_ob, stride_oh, stride_ot, stride_mb, stride_mh, stride_mq, stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -178,8 +178,8 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFT_CAST: tl.constexpr,
     MX: tl.constexpr = False, TWO_TERMS: tl.constexpr = False, IN_UNITS: tl.constexpr = False,
 ):  # fmt: skip
-    place, bh = own_program(heads_at_once, tiles)
-    tile = tiles - 1 - place  # the longest causal rows first
+    place, bh = own_program(heads_at_once, places)
+    tile = places - 1 - place  # the longest causal rows first
     b = bh // Hq
     h = bh % Hq
     kv = b * (Hq // G) + h // G

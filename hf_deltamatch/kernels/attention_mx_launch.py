@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.attention import Forward, _columns, _programs, _rows, _whole_rows
+from hf_deltamatch.kernels.attention import Forward, _columns, _rows, _whole_rows
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
@@ -52,11 +52,11 @@ def forward(
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
     c = config.mx_fwd_config(BD, BDV, x.device)
     bounds = x.bounds(by_key=False)
-    grid = _programs(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
-    _attention_fwd_kernel[(grid[0] * grid[1],)](
+    grid, order = x.programs(c.BLOCK_M, 3)
+    _attention_fwd_kernel[grid](
         _rows(q8, c.BLOCK_M, BD), _rows(k8, c.BLOCK_N, BD), _columns(vt, BDV, c.BLOCK_N), o, lse,
         q_codes, k_codes, vt_codes, x.sinks, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
-        x.pack_q.segment, x.heads_at_once(*grid, 3), grid[0], x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv,
+        x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk, x.Dv,
         vt.shape[2], x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
         x.window or 0, x.mask_heads, *o.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None,
         BLOCK_DV=BDV, MX=True, **x.flags(), **c.launch(),
@@ -85,14 +85,14 @@ def backward(
 
     def rows_pass(is_delta: bool) -> None:
         c = (config.mx_delta_config if is_delta else config.mx_dq_config)(BD, BDV, x.device)
-        grid = _programs(x.Tq, x.pack_q.slots, c.BLOCK_M, x.cu_q is not None, x.B * x.Hq)
+        grid, order = x.programs(c.BLOCK_M, 3)
         debug = not is_delta
-        _attention_bwd_dq_kernel[(grid[0] * grid[1],)](
+        _attention_bwd_dq_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
             _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N), dq, delta, shifted, dlse, lse2,
             q_codes, do_codes, k_codes, v_codes, kt_codes, x.sinks, mean_key,
             None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
-            x.pack_q.segment, x.heads_at_once(*grid, 3), grid[0], x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk,
+            x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk,
             x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale,
             x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3],
             *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None, DELTA=is_delta,
@@ -106,13 +106,13 @@ def backward(
     qt, qt_codes, q_fold = reencode(q8, q_codes, x.pack_q, fold=True)
     key_bounds = x.bounds(by_key=True)
     for c, wants_dk, wants_dv in config.mx_dkdv_configs(BD, BDV, x.device):
-        grid = _programs(x.Tk, x.pack_k.slots, c.BLOCK_N, x.cu_q is not None, x.B * x.Hkv)
-        _attention_bwd_dkdv_kernel[(grid[0] * grid[1],)](
+        grid, order = x.programs(c.BLOCK_N, 2, by_key=True)
+        _attention_bwd_dkdv_kernel[grid](
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _columns(qt, BD, c.BLOCK_M),
             _columns(do_t, BDV, c.BLOCK_M), _rows(k8, c.BLOCK_N, BD), _rows(v8, c.BLOCK_N, BDV), dk,
             dv, lse2, shifted, q_codes, do_codes, k_codes, v_codes, q_fold, do_fold,
             None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,
-            x.pack_k.segment, x.heads_at_once(*grid, 2), grid[0], x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk,
+            x.pack_k.segment, *order, x.Hkv, x.Hq // x.Hkv, x.Tq, x.Tk,
             x.D, x.Dv, x.pack_q.slots, x.pack_k.slots, x.softmax_scale, x.softcap or 1.0,
             x.window or 0, min(x.mask_heads, x.Hkv), lse2.stride(1), *dk.stride()[:3],
             *dv.stride()[:3], *x.mask_strides, DLSE=dlse is not None, GROUPED=x.Hq != x.Hkv,

@@ -104,15 +104,27 @@ class Problem:
         tiles = self.pack_k.slots if by_key else self.pack_q.slots
         out = torch.empty(self.B, heads, tiles, 2, dtype=torch.int32, device=m.device)
         _bounds_kernel[(tiles * self.B * heads,)](
-            m, out, tiles, self.Tq, self.Tk, self.window or 0, heads, *strides, BY_KEY=by_key, BLOCK=128,
-            **self._shape_flags,
+            m, out, tiles, self.Tq, self.Tk, self.window or 0, heads, *strides, BY_KEY=by_key,
+            BLOCK=128, **self._shape_flags,
         )  # fmt: skip
         return out
 
-    def heads_at_once(self, tiles: int, heads: int, residents: int = 1) -> int:
-        """For ``geometry.own_program``: causal heads whose programs are twice what the device holds
-        (``residents`` a multiprocessor), as one head's longest program is twice as long as the mean. Started head
-        by head, the longest programs of the last one would run on when all others have ended."""
+    def programs(
+        self, block: int, residents: int, *, by_key: bool = False
+    ) -> tuple[tuple[int], tuple[int, int]]:
+        """Grid of a kernel with a program for ``block`` queries of a query head, or keys of a key head, and what
+        ``geometry.own_program`` takes. ``residents``: programs of it that a multiprocessor holds."""
+        T, pack, heads = (
+            (self.Tk, self.pack_k, self.Hkv) if by_key else (self.Tq, self.pack_q, self.Hq)
+        )
+        tiles = -(-T // block) if self.cu_q is None else pack.slots * (TOKENS_PER_TILE // block)
+        heads *= self.B
+        return (tiles * heads,), (self.heads_at_once(tiles, heads, residents), tiles)
+
+    def heads_at_once(self, tiles: int, heads: int, residents: int) -> int:
+        """Causal heads whose programs are twice what the device holds, as one head's longest program is twice as
+        long as the mean. Started head by head, the longest ones of the last head would run on when all others
+        have ended."""
         if self.window is not None or not (self.is_causal or self.mask_kind):
             return 1
         return max(1, min(heads, 2 * residents * multiprocessors(self.device) // tiles))

@@ -16,13 +16,13 @@ BOOL_MASK = tl.constexpr(2)
 
 
 @triton.jit
-def own_program(heads_at_once, tiles):
-    """Place among the ``tiles`` of a head, and head of this program. Programs start in the order of their number:
+def own_program(heads_at_once, places):
+    """Place among the ``places`` of a head, and head of this program. Programs start in the order of their number:
     so ``heads_at_once`` heads from their longest rows to their shortest, then the next ones."""
     number = tl.program_id(0)
-    first = number // (heads_at_once * tiles) * heads_at_once
-    heads = tl.minimum(heads_at_once, tl.num_programs(0) // tiles - first)
-    number -= first * tiles
+    first = number // (heads_at_once * places) * heads_at_once
+    heads = tl.minimum(heads_at_once, tl.num_programs(0) // places - first)
+    number -= first * places
     return number // heads, first + number % heads
 
 
@@ -143,7 +143,8 @@ def query_tiles(
 
 @triton.jit(do_not_specialize=["tiles", "Tq", "Tk", "window", "mask_heads"])
 def _bounds_kernel(
-    mask_ptr, bounds_ptr, tiles, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq, stride_mk,
+    mask_ptr, bounds_ptr, tiles, Tq, Tk, window, mask_heads, stride_mb, stride_mh, stride_mq,
+    stride_mk,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, BY_KEY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
