@@ -14,6 +14,7 @@ from hf_deltamatch.kernels.launch import SOFT_CAST
 from hf_deltamatch.kernels.logits import LOG2E
 
 _BLOCK = tl.constexpr(2048)
+DGATE, DUP, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SIGMOID = tl.constexpr(
     "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}"
 )
@@ -30,12 +31,24 @@ def sigmoid(x, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
+def gated_value(d, g, u, WHICH: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """``silu(g) · u``, or its gradient along g or u times ``d``."""
+    s = sigmoid(g, SOFT_CAST)
+    if WHICH == DGATE:
+        return d * u * s * (1.0 + g * (1.0 - s))
+    elif WHICH == DUP:
+        return d * g * s
+    else:
+        return g * s * u
+
+
+@triton.jit
 def _gated_kernel(gate_ptr, up_ptr, h_ptr, n, SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     g = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    h = g * sigmoid(g, SOFT_CAST) * u
+    h = gated_value(g, g, u, PRODUCT, SOFT_CAST)
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -49,13 +62,12 @@ def _gated_bwd_kernel(
     d = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    s = sigmoid(g, SOFT_CAST)
-    dg = d * u * s * (1.0 + g * (1.0 - s))
-    du = d * g * s
+    dg = gated_value(d, g, u, DGATE, SOFT_CAST)
+    du = gated_value(d, g, u, DUP, SOFT_CAST)
     tl.store(dgate_ptr + at, dg.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + at, du.to(dup_ptr.dtype.element_ty), mask=inside)
     if WITH_H:
-        h = g * s * u
+        h = gated_value(d, g, u, PRODUCT, SOFT_CAST)
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -77,15 +89,6 @@ def gated_bwd(
     h = torch.empty_like(gate) if with_h else None
     if n := gate.numel():
         _gated_bwd_kernel[(triton.cdiv(n, _BLOCK.value),)](
-            dh,
-            gate,
-            up,
-            dgate,
-            dup,
-            h,
-            n,
-            WITH_H=with_h,
-            SOFT_CAST=SOFT_CAST,
-            BLOCK=_BLOCK.value,
-        )
+            dh, gate, up, dgate, dup, h, n, WITH_H=with_h, SOFT_CAST=SOFT_CAST, BLOCK=_BLOCK.value,
+        )  # fmt: skip
     return dgate, dup, h

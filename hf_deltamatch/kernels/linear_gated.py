@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_deltamatch.formats import FORMATS
 from hf_deltamatch.kernels.casts import round_bf16
-from hf_deltamatch.kernels.gated import sigmoid
+from hf_deltamatch.kernels.gated import DGATE, DUP, PRODUCT, gated_value
 from hf_deltamatch.kernels.launch import SOFT_CAST
 from hf_deltamatch.kernels.linear import blocks_of
 from hf_deltamatch.kernels.linear_operands import ROW, TILE, Operand, Side
@@ -27,7 +27,6 @@ PROGRAM = {"num_warps": 8, "maxnreg": 128}
 """Launch options: two programs a multiprocessor."""
 FORWARD_PROGRAM = {"num_warps": 8}
 """32768 x 8192: 0.33 ms, with 4 warps 0.35."""
-DGATE, DUP, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -50,33 +49,27 @@ def _pack(a, b, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _value(d, g, u, WHICH: tl.constexpr, SOFT_CAST: tl.constexpr):
-    s = sigmoid(g, SOFT_CAST)
-    if WHICH == DGATE:
-        return d * u * s * (1.0 + g * (1.0 - s))
-    elif WHICH == DUP:
-        return d * g * s
-    else:
-        return g * s * u
-
-
-@triton.jit
 def _words(d, g, u, WHICH: tl.constexpr, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
-    a = _value(low(d, HALF), low(g, HALF), low(u, HALF), WHICH, SOFT_CAST)
-    b = _value(high(d, HALF), high(g, HALF), high(u, HALF), WHICH, SOFT_CAST)
+    a = gated_value(low(d, HALF), low(g, HALF), low(u, HALF), WHICH, SOFT_CAST)
+    b = gated_value(high(d, HALF), high(g, HALF), high(u, HALF), WHICH, SOFT_CAST)
     return _pack(a, b, HALF, SOFT_CAST)
 
 
 @triton.jit
-def _tile(
-    dh_ptr, gate_ptr, up_ptr, stride_dh, stride_gate, stride_up, row_tile, column_tile, R, C,
-    WHICH: tl.constexpr, HALF: tl.constexpr, SOFT_CAST: tl.constexpr, EVEN: tl.constexpr,
+def _quantize(
+    WHICH: tl.constexpr, dh_ptr, gate_ptr, up_ptr, rows_ptr, rows_descale_ptr, columns_ptr,
+    columns_descale_ptr, R, C, row_tiles, column_tiles, stride_dh, stride_gate, stride_up,
+    BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr, EVEN: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """The four tensors of a tile, as :func:`load_tile` has them."""
+    """This program's tile of one output, ``[R, C]``, by rows, by columns or both. It reads its inputs anew, from
+    the cache: kept for all outputs, they leave room for half as many warps."""
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
+    row_tile = tl.program_id(0) // column_tiles
+    column_tile = tl.program_id(0) % column_tiles
     g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
     u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
-    if dh_ptr is None:
+    if WHICH == PRODUCT:
         d0, d1, d2, d3 = g0, g1, g2, g3
     else:
         d0, d1, d2, d3 = load_tile(dh_ptr, row_tile, column_tile, R, C, stride_dh, K, EVEN)
@@ -84,7 +77,11 @@ def _tile(
     x1 = _words(d1, g1, u1, WHICH, HALF, SOFT_CAST)
     x2 = _words(d2, g2, u2, WHICH, HALF, SOFT_CAST)
     x3 = _words(d3, g3, u3, WHICH, HALF, SOFT_CAST)
-    return x0, x1, x2, x3
+    quantize_tile(
+        x0, x1, x2, x3, rows_ptr, rows_descale_ptr, None, columns_ptr, columns_descale_ptr, None, R,
+        C, row_tile, column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST,
+        EVEN, K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "row_tiles"])
@@ -96,38 +93,20 @@ def _gated_bwd_quantize_kernel(
     EVEN: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``[R, C]``: gradients of gate and up by rows and by columns, the product by columns."""
-    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
-    pid = tl.program_id(0)
-    row_tile = pid // column_tiles
-    column_tile = pid % column_tiles
-    # Each output reads its tiles anew, from the cache: kept, they leave room for half as many warps.
     if h_t_ptr is not None:
-        x0, x1, x2, x3 = _tile(
-            None, gate_ptr, up_ptr, 0, stride_gate, stride_up, row_tile, column_tile, R, C, PRODUCT,
-            HALF, SOFT_CAST, EVEN, K,
+        _quantize(
+            PRODUCT, dh_ptr, gate_ptr, up_ptr, None, None, h_t_ptr, h_t_descale_ptr, R, C,
+            row_tiles, column_tiles, stride_dh, stride_gate, stride_up, SAVED_BLOCK, POW2,
+            SOFT_CAST, EVEN, K,
         )  # fmt: skip
-        quantize_tile(
-            x0, x1, x2, x3,
-            None, None, None, h_t_ptr, h_t_descale_ptr, None, R, C, row_tile, column_tile, row_tiles,
-            column_tiles, SAVED_BLOCK, SAVED_BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
-        )  # fmt: skip
-    x0, x1, x2, x3 = _tile(
-        dh_ptr, gate_ptr, up_ptr, stride_dh, stride_gate, stride_up, row_tile, column_tile, R, C,
-        DGATE, HALF, SOFT_CAST, EVEN, K,
+    _quantize(
+        DGATE, dh_ptr, gate_ptr, up_ptr, dgate_ptr, dgate_descale_ptr, dgate_t_ptr,
+        dgate_t_descale_ptr, R, C, row_tiles, column_tiles, stride_dh, stride_gate, stride_up, BLOCK,
+        POW2, SOFT_CAST, EVEN, K,
     )  # fmt: skip
-    quantize_tile(
-        x0, x1, x2, x3,
-        dgate_ptr, dgate_descale_ptr, None, dgate_t_ptr, dgate_t_descale_ptr, None, R, C, row_tile,
-        column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
-    )  # fmt: skip
-    x0, x1, x2, x3 = _tile(
-        dh_ptr, gate_ptr, up_ptr, stride_dh, stride_gate, stride_up, row_tile, column_tile, R, C,
-        DUP, HALF, SOFT_CAST, EVEN, K,
-    )  # fmt: skip
-    quantize_tile(
-        x0, x1, x2, x3,
-        dup_ptr, dup_descale_ptr, None, dup_t_ptr, dup_t_descale_ptr, None, R, C, row_tile, column_tile,
-        row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+    _quantize(
+        DUP, dh_ptr, gate_ptr, up_ptr, dup_ptr, dup_descale_ptr, dup_t_ptr, dup_t_descale_ptr, R, C,
+        row_tiles, column_tiles, stride_dh, stride_gate, stride_up, BLOCK, POW2, SOFT_CAST, EVEN, K,
     )  # fmt: skip
 
 
@@ -138,18 +117,9 @@ def _gated_quantize_kernel(
     K: tl.constexpr,
 ):  # fmt: skip
     """One tile of the product ``[R, C]``, by rows."""
-    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
-    pid = tl.program_id(0)
-    row_tile = pid // column_tiles
-    column_tile = pid % column_tiles
-    x0, x1, x2, x3 = _tile(
-        None, gate_ptr, up_ptr, 0, stride_gate, stride_up, row_tile, column_tile, R, C, PRODUCT, HALF,
-        SOFT_CAST, EVEN, K,
-    )  # fmt: skip
-    quantize_tile(
-        x0, x1, x2, x3,
-        h_ptr, h_descale_ptr, None, None, None, None, R, C, row_tile, column_tile, row_tiles,
-        column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+    _quantize(
+        PRODUCT, None, gate_ptr, up_ptr, h_ptr, h_descale_ptr, None, None, R, C, row_tiles,
+        column_tiles, 0, stride_gate, stride_up, BLOCK, POW2, SOFT_CAST, EVEN, K,
     )  # fmt: skip
 
 
