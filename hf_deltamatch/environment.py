@@ -31,7 +31,8 @@ def version_of(package: str) -> str | None:
 
 
 def environment() -> dict:
-    """JSON types: Python, platform, package versions, device, threads, and variables of ours that are set. No host or user names."""
+    """JSON types: Python, platform, package versions, device, threads, and variables of ours that are set.
+    No host or user names."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",

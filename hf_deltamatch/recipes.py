@@ -53,11 +53,7 @@ class _Recipe:
         """
         if not isinstance(name, str) or name not in cls.NAMES:
             known = ", ".join(sorted(cls.NAMES))
-            other = [
-                c.KIND
-                for c in _Recipe.__subclasses__()
-                if isinstance(name, str) and name in c.NAMES
-            ]
+            other = [c.KIND for c in _Recipe.__subclasses__() if name in list(c.NAMES)]
             hint = f" {name!r} is the name of a recipe of {other[0]}." if other else _variant(name)
             raise ValueError(f"Unknown {cls.KIND} recipe {name!r}. Known names: {known}.{hint}")
         known = [f.name for f in dataclasses.fields(cls)]

@@ -63,12 +63,7 @@ def bench_attention(
     Raises:
         tables.BenchError: no CUDA device with kernels.
     """
-    reason = kernels.missing("attention", torch.device("cuda"))
-    if reason is not None:
-        raise tables.BenchError(
-            f"attention is timed on a CUDA device with kernels: {reason}. Run it on one; "
-            "`hf-deltamatch env` says what this machine runs."
-        )
+    tables.require_kernels("attention is", "attention")
     peak = timing.fp8_peak()
     progress(f"FP8 matmul {peak:.0f} TFLOP/s")
     result: dict[str, Any] = {

@@ -72,12 +72,7 @@ def bench_linear(
     Raises:
         BenchError: no CUDA device with kernels.
     """
-    reason = kernels.missing("linear", torch.device("cuda"))
-    if reason is not None:
-        raise tables.BenchError(
-            f"linears are timed on a CUDA device with kernels: {reason}. Run it on one; "
-            "`hf-deltamatch env` says what this machine runs."
-        )
+    tables.require_kernels("linears are", "linear")
     shapes = LINEAR_SHAPES if shapes is None else tuple(shapes)
     result: dict[str, Any] = {
         "fp8_peak_tflops": timing.fp8_peak(),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_deltamatch import kernels
 from hf_deltamatch.benchmarks import tables, timing
 from hf_deltamatch.benchmarks.process import in_own_process
 from hf_deltamatch.benchmarks.step_arm import ARMS, WEIGHTS, Size
@@ -84,13 +83,7 @@ def bench_step(
         for value in given:
             if value not in known:
                 raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(known)}.")
-    for op in ("attention", "linear"):
-        reason = kernels.missing(op, torch.device("cuda"))
-        if reason is not None:
-            raise tables.BenchError(
-                f"steps are timed on a CUDA device with kernels: {reason}. Run it on one; "
-                "`hf-deltamatch env` says what this machine runs."
-            )
+    tables.require_kernels("steps are", "attention", "linear")
     name = f"{size}, {size.parameters / 1e9:.2f} B parameters in {weights}"
     rows: tables.Rows = {}
     result: dict[str, Any] = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
+from hf_deltamatch import kernels
 from hf_deltamatch.benchmarks.baselines import Absent
 from hf_deltamatch.benchmarks.process import ArmFailed
 from hf_deltamatch.benchmarks.verify import WrongNumbers
@@ -14,6 +17,17 @@ Rows = dict[str, dict[str, Any]]
 
 class BenchError(RuntimeError):
     """Nothing can be timed here."""
+
+
+def require_kernels(what: str, *ops: str) -> None:
+    """BenchError, ``what timed``, where one of ``ops`` has no kernel on a CUDA device."""
+    for op in ops:
+        missing = kernels.missing(op, torch.device("cuda"))
+        if missing is not None:
+            raise BenchError(
+                f"{what} timed on a CUDA device with kernels: {missing}. Run it on one; `hf-deltamatch "
+                "env` says what this machine runs."
+            )
 
 
 def reason(error: Exception) -> str:

@@ -154,18 +154,13 @@ def choose_gated(model: nn.Module, fuse: bool | str | None) -> list[str]:
             reasons[reason] += 1
     if not fuse:
         return []
-    whole = (
-        []
-        if fuse != WHOLE
-        else [
-            f"{len(modules) - reasons.total() - parts.total()} of them are one op of all three linears"
-        ]
-    )
     if not modules:
         return ["fuse_gated: this model has no gated feed-forward with the usual forward"]
-    return [
-        f"{len(modules) - reasons.total()} gated feed-forward modules keep nothing of their product",
-        *whole,
+    fused = len(modules) - reasons.total()
+    notes = [f"{fused} gated feed-forward modules keep nothing of their product"]
+    if fuse == WHOLE:
+        notes.append(f"{fused - parts.total()} of them are one op of all three linears")
+    return notes + [
         *(f"{n} gated feed-forward modules are not one op: {why}" for why, n in parts.items()),
         *(f"{n} gated feed-forward modules are not fused: {why}" for why, n in reasons.items()),
     ]

@@ -1,9 +1,9 @@
 """Public feed-forward layer of three FP8 linears, ``(silu(x Wgᵀ) · x Wuᵀ) Wdᵀ``, in one op.
 
-The numbers of :func:`fp8_linear` and :func:`fp8_gated_linear` one after another (under autocast the two gradients of
-x are added in its dtype). Kept for the backward: gate, up
-and one FP8 copy of x. The input is quantised once, and where the kernels take it (BF16, FP16; not ``rowwise``)
-the gradients of gate and up become FP8 operands as they are made, never matrices in memory.
+The numbers of :func:`fp8_linear` and :func:`fp8_gated_linear` one after another (under autocast the two
+gradients of x are added in its dtype). Kept for the backward: gate, up and one FP8 copy of x. The input is
+quantised once, and where the kernels take it (BF16, FP16; not ``rowwise``) the gradients of gate and up become FP8
+operands as they are made, never matrices in memory.
 
 Annotations are evaluated here (the op schemas are inferred from them).
 """
