@@ -98,7 +98,7 @@ def through_reference(c: Call) -> tuple[reference.AttentionForward, reference.At
         c.q.shape[-1],
         c.v.shape[-1],
         c.q.device,
-        c.options["recipe"].block,
+        c.options["recipe"],
         boolean_mask=mask is not None and mask.dtype == torch.bool,
     )
     fwd = reference.attention_fwd(c.q, c.k, c.v, **c.options, **forward)

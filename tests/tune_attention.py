@@ -31,23 +31,28 @@ from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.testing import rel_rms
 
 FUNCTIONS = {
-    "fwd": "fwd_config", "delta": "delta_config", "dq": "dq_config", "dkdv": "dkdv_configs",
+    "fwd": "fwd_config", "one_pass": "one_pass_config", "delta": "delta_config", "dq": "dq_config",
+    "dkdv": "dkdv_configs",
 }  # fmt: skip
 KERNELS = {
-    "fwd": "_attention_fwd", "delta": "_attention_bwd_dq", "dq": "_attention_bwd_dq",
-    "dkdv": "_attention_bwd_dkdv",
+    "fwd": "_attention_fwd", "one_pass": "_attention_bwd_dq", "delta": "_attention_bwd_dq",
+    "dq": "_attention_bwd_dq", "dkdv": "_attention_bwd_dkdv",
 }  # fmt: skip
-OUTPUTS = {"fwd": ["o"], "delta": ["delta"], "dq": ["dq"], "dkdv": ["dk", "dv"]}
+OUTPUTS = {
+    "fwd": ["o"], "one_pass": ["dq", "delta"], "delta": ["delta"], "dq": ["dq"], "dkdv": ["dk", "dv"],
+}  # fmt: skip
 SHAPES = [(4, 16, 8192, 128), (4, 32, 8192, 64), (2, 8, 8192, 256)]
 DEFAULT = {
     128: {
         "fwd": [(64, 64, 4, 2)],
+        "one_pass": [(64, 64, 4, 3), (64, 32, 4, 3)],
         "delta": [(64, 128, 4, 2), (64, 64, 4, 2)],
         "dq": [(64, 64, 4, 2)],
         "dkdv": [(32, 64, 4, 2)],
     },
     64: {
         "fwd": [(64, 128, 4, 2), (64, 128, 4, 3, 128), (64, 64, 4, 3, 128)],
+        "one_pass": [(64, 64, 4, 3, 128), (64, 128, 4, 2), (64, 128, 4, 3, 168)],
         "delta": [(64, 128, 4, 3), (64, 64, 4, 3, 128), (64, 128, 4, 3, 128)],
         "dq": [(64, 128, 4, 2), (64, 128, 4, 3, 168), (64, 64, 4, 2, 128)],
         "dkdv": [(128, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128)],
@@ -80,6 +85,8 @@ def main(argv: list[str] | None = None) -> None:
         known = DEFAULT.get(shape[3], {})
         call = _call(*shape)
         for kernel in args.kernel or FUNCTIONS:
+            if kernel == "one_pass" and shape[3] > 128:
+                continue
             expected, used = _measure(call, kernel)
             gluon = kernel != "fwd" and shape[3] in attention_config.HOPPER_HEADS
             for numbers_of in ["hopper"] * gluon + list(args.config or known.get(kernel, [])):
@@ -139,6 +146,16 @@ def _instead(kernel: str, numbers: str | tuple[int, ...]) -> Iterator[None]:
 
 def _measure(call, kernel: str, calls: int = 8) -> tuple[list[Tensor], float]:
     """Results, and the median time of the kernel in ``calls`` calls."""
+    has_one_pass = attention_config.has_one_pass
+    if kernel in ("delta", "dq"):
+        attention_config.has_one_pass = lambda *args, **kwargs: False
+    try:
+        return _timed(call, kernel, calls)
+    finally:
+        attention_config.has_one_pass = has_one_pass
+
+
+def _timed(call, kernel: str, calls: int) -> tuple[list[Tensor], float]:
     call()
     result = call()
     torch.cuda.synchronize()

@@ -45,7 +45,7 @@ def against_reference(
         mask=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, is_causal=s.causal,
         window=s.window, softmax_scale=s.D**-0.5, softcap=None, recipe=recipe,
     )  # fmt: skip
-    forward, backward = attention_kernels.reference_blocks(s.D, s.D, q.device, recipe.block)
+    forward, backward = attention_kernels.reference_blocks(s.D, s.D, q.device, recipe)
     fwd = attention_kernels.attention_fwd(q, k, v, **options)
     ours = (fwd.o, *attention_kernels.attention_bwd(do, None, fwd, **options)[:3])
     ref = reference.attention_fwd(q, k, v, **options, **forward)

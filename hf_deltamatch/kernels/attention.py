@@ -3,8 +3,8 @@
 Memory, per token and head at head_dim D (bytes; D padded to 16):
 
 * saved for the backward: 3·D of FP8 payload (Q, K, V; K and V only once per group), a descale of 4
-  per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse; under an unmatched δ
-  also the op's own output;
+  per 128 tokens and operand (``128xD``) or per token (``1xD``), 4 of lse; where one pass computes δ
+  and dQ, and under an unmatched δ, also the op's own output;
 * forward, temporary: D of transposed V;
 * backward, temporary: 4·D (dO, and transposed Q, K, dO), 12 of row statistics (28 with ``1xD``, where
   dO has a descale, and Q, K, dO a fold, per token), beside dQ, dK, dV in the dtype of dO.
@@ -144,7 +144,8 @@ def attention_bwd(
     Args:
         do: ``[B, Hq, Tq, Dv]``, any strides.
         dlse: gradient of lse, ``[B, Hq, Tq]``, or None.
-        row_sums: also sum dS and its magnitude of every row in FP64, in the dQ kernel.
+        row_sums: also sum dS and its magnitude of every row in FP64, in the dQ kernel (which runs once
+            more for it where one pass computes δ and dQ).
         store_ds: also store FP32 dS ``[B, Hq, Tq, Tk]``, once by each kernel (tests).
     """
     dq = _like_bthd(x.B, x.Hq, x.Tq, x.D, do.dtype, do.device)
@@ -169,7 +170,6 @@ def attention_bwd(
         return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
-    rule = x.recipe.delta
     dlse = None if dlse is None else dlse.contiguous()
     do8, dod, do_t, do_fold, lse2, shifted = quantize_do(do, saved.o, saved.lse, dlse, delta, x)
     qt, q_fold, kt, k_fold = transpose_qk(q8, qd, k8, kd, x)
@@ -180,21 +180,27 @@ def attention_bwd(
 
     hopper = x.tile and do8.dtype == k8.dtype
     # Triton 3.6 fails on a store inside the loops of those kernels under a compact mask.
-    hopper = hopper and not (store_ds and x.mask_kind)
-    hopper_dq = hopper and config.has_hopper(BD, BDV, x.device) and not row_sums
+    hopper = hopper and not (store_ds and x.mask_kind) and config.has_hopper(BD, BDV, x.device)
+    one_pass = x.one_pass and saved.o is not None
+    p = torch.zeros_like(ds[0]) if store_ds and one_pass else None
 
-    def rows_pass(is_delta: bool) -> None:
-        if hopper_dq and (is_delta or mean_key is None):
+    def rows_pass(which: str, *, store: bool = store_ds, sums=None, dq: Tensor = dq) -> None:
+        """``which``: ``delta``, ``dq`` or ``one_pass``, which is both."""
+        store = store and which != "delta"
+        if hopper and sums is None and (which != "dq" or mean_key is None):
             # Only where it runs: Gluon is experimental in Triton.
             from hf_deltamatch.kernels.attention_dq_hopper import dq_hopper
 
             dq_hopper(
-                x, (q8, do8, k8, v8, kt), (lse2, shifted, delta, dlse), (qd, dod, kd, vd), dq,
-                None if ds is None or is_delta else ds[0], bounds, is_delta=is_delta,
+                which, x, (q8, do8, k8, v8, kt), (lse2, shifted, delta, dlse), (qd, dod, kd, vd),
+                dq, (ds[0], p) if store else (None, None), bounds,
             )  # fmt: skip
             return
-        passes = config.delta_config if is_delta else config.dq_config
-        c = passes(BD, BDV, x.device, tile=x.tile)
+        if which == "one_pass":
+            c = config.one_pass_config(BD, BDV, x.device)
+        else:
+            passes = config.delta_config if which == "delta" else config.dq_config
+            c = passes(BD, BDV, x.device, tile=x.tile)
         if store_ds:
             c = c._replace(STAGES=1)  # dS changes its layout in shared memory
         block = c.BLOCK_M, c.BLOCK_N
@@ -206,21 +212,33 @@ def attention_bwd(
         grid, order = x.programs(c.BLOCK_M, 3)
         _attention_bwd_dq_kernel[grid](
             *tiles[block], dq, delta, shifted, dlse, lse2, qd, dod, kd, vd, k_fold, x.sinks,
-            mean_key, None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu,
+            mean_key, None if ds is None else ds[0], p, sums, x.mask_bytes, bounds, x.pack_q.cu,
             x.pack_k.cu, x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv,
             x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments,
             x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
             *dq.stride()[:3], *x.mask_strides, SINKS=x.sinks is not None, DLSE=dlse is not None,
-            DELTA=is_delta, PROJECT=mean_key is not None and not is_delta,
-            ROW_SUMS=row_sums and not is_delta, STORE_DS=store_ds and not is_delta, BLOCK_D=BD,
+            DELTA=which == "delta", PROJECT=mean_key is not None and which == "dq",
+            ROW_SUMS=sums is not None, STORE_DS=store, BLOCK_D=BD, ONE_PASS=which == "one_pass",
             **x.flags(), **c.launch(),
         )  # fmt: skip
 
-    if rule == "matched":
-        rows_pass(True)
-    rows_pass(False)
+    if one_pass:
+        estimate = delta.clone() if store_ds else None
+        rows_pass("one_pass")
+        if store_ds:
+            # The sweep stored P (dP − z), as it knows δ at its end only.
+            off = torch.where(
+                estimate.isfinite(), delta - estimate, delta if dlse is None else delta - dlse
+            )
+            ds[0].sub_(off[..., None] * p)
+        if row_sums:
+            rows_pass("dq", store=False, sums=sums, dq=torch.empty_like(dq))
+    else:
+        if x.recipe.delta == "matched":
+            rows_pass("delta")
+        rows_pass("dq", sums=sums)
     key_bounds = x.bounds(by_key=True)
-    if hopper and config.has_hopper(BD, BDV, x.device):
+    if hopper:
         from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 
         dkdv_hopper(

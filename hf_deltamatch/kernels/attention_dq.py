@@ -8,6 +8,16 @@ The δ pass and the dQ pass are one kernel with a switch: both recompute P and d
 instructions from the same FP8 operands, which is what makes δ match. dS is cast with a power of two
 per query row × key tile, which leaves the product. ``MX``: descales are E8M0 codes, those of Kᵀ in
 place of the fold; see ``attention_mx``. Reference: ``reference.attention_bwd``.
+
+``ONE_PASS``: both in one sweep, from an estimate z of δ, with four products instead of five:
+
+.. math::
+    U = \widehat{P \circ (dP - z)}\, \hat K, \quad W = \widehat P \hat K, \quad dQ = U - (\delta - z) W
+
+δ is exact whatever z is; the nearer z, the less W has to do, so W may be coarse: P is cast to E5M2,
+times 2¹⁵ (P ≤ 1, and E5M2 reaches down to 2⁻³¹ so), and W adds up in the tensor cores, in units of
+K's latest descale. ``FIXED_UNIT``: in units of K's largest, what another tile's descale is less goes
+into P; that saves the multiplication of W.
 """
 
 from __future__ import annotations
@@ -19,11 +29,13 @@ from hf_deltamatch.kernels.attention_mx import dq_tile_mx
 from hf_deltamatch.kernels.casts import (
     cast_and_rest,
     cast_e4m3,
+    cast_e5m2,
     exp2_int,
     inverse_exp2_int,
     load_scalar,
     nan_to_zero,
     pow2_exponent,
+    reciprocal,
     regroup_rows,
     unknown_zero,
 )
@@ -38,46 +50,52 @@ from hf_deltamatch.kernels.geometry import (
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 from hf_deltamatch.kernels.quantize_mx import row_codes
 
+LOWER = tl.constexpr(2.0**-15)
+
 
 @triton.jit
 def _dq_tile(
-    n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
     k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
-    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys, k_base,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PROJECT: tl.constexpr,
-    ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
-    MX: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, ONE_PASS: tl.constexpr,
+    PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFT_CAST: tl.constexpr, MX: tl.constexpr, FIXED_UNIT: tl.constexpr = False,
 ):  # fmt: skip
     if MX:
-        return dq_tile_mx(
+        acc, sum_a, sum_b, leak = dq_tile_mx(
             n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
             k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset,
             window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
             CAUSAL, WINDOW, MASK, SOFTCAP, MASKED, DELTA, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N,
             SOFT_CAST,
         )  # fmt: skip
+        return acc, key, unit, sum_a, sum_b, leak
     else:
         return _dq_tile_fp8(
-            n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+            n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
             k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset,
-            window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
-            CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, DELTA, PROJECT, ROW_SUMS, STORE_DS,
-            BLOCK_N, SOFT_CAST,
+            window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys,
+            k_base,
+            CAUSAL, WINDOW, MASK, SOFTCAP, TILE, MASKED, DELTA, ONE_PASS, PROJECT, ROW_SUMS,
+            STORE_DS, BLOCK_N, SOFT_CAST, FIXED_UNIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _dq_tile_fp8(
-    n, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
     k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
-    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, T_keys, k_base,
+    mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys, k_base,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, PROJECT: tl.constexpr,
-    ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAST: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, DELTA: tl.constexpr, ONE_PASS: tl.constexpr,
+    PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFT_CAST: tl.constexpr, FIXED_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One key tile. ``sum_a, sum_b``: ΣP·dP and ΣP for δ; for dQ the row sums ΣdS and Σ|dS| (FP64) if
-    they are asked for. ``leak``: what the cast of dS adds to its row sums."""
+    """One key tile. ``sum_a, sum_b``: ΣP·dP and ΣP for δ, ΣP·(dP − z) and ΣP in one pass; for dQ the
+    row sums ΣdS and Σ|dS| (FP64) if they are asked for. ``leak``: what the cast of dS adds to its row
+    sums. ``key``: W / ``unit``. In one pass ``lse2`` comes less 15, ``shifted`` times 2⁻¹⁵."""
     start = n * BLOCK_N
     offs_n = start + tl.arange(0, BLOCK_N)
     k = k_desc.load([k_row + start, 0])
@@ -88,6 +106,15 @@ def _dq_tile_fp8(
         k_tile = load_scalar(k_descale_ptr + start // 128, SOFT_CAST)
         f = q_row * k_tile
         g = do_row * load_scalar(v_descale_ptr + start // 128, SOFT_CAST)
+        if ONE_PASS:
+            lower = LOWER
+            own = tl.where(k_tile == k_tile, k_tile, unit)
+            change = unit * reciprocal(own, SOFT_CAST)
+            if FIXED_UNIT:
+                lower = LOWER * change
+                lse2 += tl.log2(change)
+                shifted *= change
+            g = g * lower
     else:
         inside = offs_n < Tk
         f = q_row[:, None] * tl.load(k_descale_ptr + offs_n, mask=inside, other=1.0)[None, :]
@@ -125,9 +152,17 @@ def _dq_tile_fp8(
             sum_b += tl.sum(tl.abs(ds.to(tl.float64)), 1)
         if STORE_DS:
             at = offs_m.to(tl.int64)[:, None] * T_keys + k_base + offs_n[None, :]
-            tl.store(ds_ptr + at, ds, mask=(offs_m < Tq)[:, None] & (offs_n < Tk)[None, :])
+            inside = (offs_m < Tq)[:, None] & (offs_n < Tk)[None, :]
+            tl.store(ds_ptr + at, ds, mask=inside)
+            if ONE_PASS:
+                tl.store(p_ptr + at, p * lower, mask=inside)
+        if ONE_PASS:
+            sum_a += tl.sum(ds, 1)
+            sum_b += tl.sum(p, 1) * lower
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
+            if ONE_PASS:
+                p = p * (1.0 - t * t)
         if TILE:
             out = nan_to_zero(k_tile)
             folded = ds
@@ -150,15 +185,37 @@ def _dq_tile_fp8(
         if TILE:
             back = back * out
         kt = kt_desc.load([kt_row, (k_slot + start // 128) * 128 + start % 128])
+        if ONE_PASS:
+            if not FIXED_UNIT:
+                key *= change
+                unit = own
+            key = tl.dot(regroup_rows(cast_e5m2(p, SOFT_CAST)), kt.T, key)
         acc += tl.dot(regroup_rows(cast), kt.T) * back[:, None]
-    return acc, sum_a, sum_b, leak
+    return acc, key, unit, sum_a, sum_b, leak
+
+
+@triton.jit
+def _largest_descale(k_descale_ptr, lo, hi, BLOCK_N: tl.constexpr):
+    """Largest descale of K's tiles ``lo … hi − 1``, and whether the smallest is within 2⁻⁸ of it, so that P
+    keeps its precision beside it in E5M2. NaN (a poisoned tile holds zeros) is passed over."""
+    first = lo * BLOCK_N // 128
+    end = (hi * BLOCK_N + 127) // 128
+    largest = 0.0
+    smallest = float("inf")
+    for slot in range(first, end, 128):
+        at = slot + tl.arange(0, 128)
+        descale = tl.load(k_descale_ptr + at, mask=at < end, other=float("nan"))
+        known = descale == descale
+        largest = tl.maximum(largest, tl.max(tl.where(known, descale, 0.0), 0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(known, descale, float("inf")), 0))
+    return largest, (largest > 0.0) & (smallest >= largest * 0.00390625)
 
 
 @triton.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
     q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, k_fold_ptr, sinks_ptr,
-    mean_key_ptr, ds_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
+    mean_key_ptr, ds_ptr, p_ptr, row_sum_ptr, mask_ptr, bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
     heads_at_once, places, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, segments, softmax_scale,
     softcap, window, mask_heads, stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb,
     stride_mh, stride_mq, stride_mk,
@@ -166,7 +223,7 @@ def _attention_bwd_dq_kernel(
     SINKS: tl.constexpr, DLSE: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
     DELTA: tl.constexpr, PROJECT: tl.constexpr, ROW_SUMS: tl.constexpr, STORE_DS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SOFT_CAST: tl.constexpr, MX: tl.constexpr = False,
+    SOFT_CAST: tl.constexpr, MX: tl.constexpr = False, ONE_PASS: tl.constexpr = False,
 ):  # fmt: skip
     place, bh = own_program(heads_at_once, places)
     tile = places - 1 - place  # the longest causal rows first
@@ -218,6 +275,8 @@ def _attention_bwd_dq_kernel(
     kt_row = kv * D_padded
     if STORE_DS:
         ds_ptr += row * Tk
+        if ONE_PASS:
+            p_ptr += row * Tk
     if DELTA:
         shifted = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -228,33 +287,61 @@ def _attention_bwd_dq_kernel(
     sum_a = tl.zeros([BLOCK_M], SUMS)
     sum_b = tl.zeros([BLOCK_M], SUMS)
     leak = tl.zeros([BLOCK_M], tl.float32)
+    unit = 1.0
+    key = leak
+    if ONE_PASS:
+        # An estimate that is no number would stay in what it is taken out of again.
+        z = tl.where(tl.abs(shifted) < float("inf"), shifted, 0.0)
+        shifted = z * LOWER
+        lse2 -= 15.0
+        key = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in tl.range(0, hi - full_hi, num_stages=STAGES):
-        acc, sum_a, sum_b, leak = _dq_tile(
-            hi - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc,
-            kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, q_len,
-            k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr,
-            Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA, PROJECT, ROW_SUMS,
-            STORE_DS, BLOCK_N, SOFT_CAST, MX,
+        acc, key, unit, sum_a, sum_b, leak = _dq_tile(
+            hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted,
+            k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
+            offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
+            softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA,
+            ONE_PASS, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
         )  # fmt: skip
     if MASK == 0:
-        for i in tl.range(0, full_hi - full_lo, num_stages=STAGES):
-            acc, sum_a, sum_b, leak = _dq_tile(
-                full_hi - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc,
-                v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
-                offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, False, DELTA,
-                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
+        inner = full_hi - full_lo
+        if ONE_PASS:
+            largest, fits = _largest_descale(k_descale_ptr, full_lo, full_hi, BLOCK_N)
+            fixed = tl.where(fits, inner, 0)
+            if fixed > 0:
+                key = key * (unit / largest)
+                unit = largest
+            for i in tl.range(0, fixed, num_stages=STAGES):
+                acc, key, unit, sum_a, sum_b, leak = _dq_tile(
+                    full_hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+                    shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
+                    kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
+                    stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK,
+                    SOFTCAP, TILE, False, DELTA, ONE_PASS, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N,
+                    SOFT_CAST, MX, True,
+                )  # fmt: skip
+            inner -= fixed
+        for i in tl.range(0, inner, num_stages=STAGES):
+            acc, key, unit, sum_a, sum_b, leak = _dq_tile(
+                full_hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+                shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
+                kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk,
+                softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE,
+                False, DELTA, ONE_PASS, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
-            acc, sum_a, sum_b, leak = _dq_tile(
-                full_lo - 1 - i, acc, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc,
-                v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
-                offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
-                softcap, ds_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA,
-                PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
+            acc, key, unit, sum_a, sum_b, leak = _dq_tile(
+                full_lo - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+                shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
+                kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk,
+                softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE,
+                True, DELTA, ONE_PASS, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
-    if DELTA:
+    if ONE_PASS:
+        lse2 += 15.0
+        sum_a += z * sum_b
+    if DELTA or ONE_PASS:
         if SINKS:
             sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
             sum_b += tl.exp2(sink - lse2)
@@ -265,7 +352,9 @@ def _attention_bwd_dq_kernel(
             # A row that sees nothing has no gradient, whatever comes down to its lse.
             delta = tl.where(lse2 == float("inf"), 0.0, delta)
         tl.store(shifted_ptr + stat + offs_m, delta, mask=rows)
-    else:
+    if ONE_PASS:
+        acc -= key * ((delta - z) * (unit * LOWER))[:, None]
+    if not DELTA:
         offs_d = tl.arange(0, BLOCK_D)
         if PROJECT:
             mean_key_ptr += (kv * segments + segment) * D

@@ -1,7 +1,7 @@
 r"""The matched δ, and dQ, on Hopper: the arithmetic of :mod:`attention_dq`, in Gluon.
 
 Two warpgroups of 64 queries share the key tiles that a producer warp brings in by TMA, so that one
-multiplies while the other exponentiates. Both passes are one kernel with a switch, as there, and the
+multiplies while the other exponentiates. All passes are one kernel with switches, as there, and the
 numbers are those of the plain kernel: same tiles, same order, same instructions.
 
 For ``128xD``, without a boolean mask, at head dimensions 65 to 128, dO in E4M3, without the row-sum
@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from hf_deltamatch.kernels.attention_dq import LOWER
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.casts import exp2_int, inverse_exp2_int, nan_to_zero, pow2_exponent
 from hf_deltamatch.kernels.geometry import (
@@ -31,18 +32,20 @@ from hf_deltamatch.kernels.geometry import (
 from hf_deltamatch.kernels.hopper import (
     ROWS,
     add_product,
+    add_products,
     async_load,
     columns_descriptor,
     rows_descriptor,
     store_rows,
+    to_e5m2,
     to_operand,
     turn_barriers,
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
-BLOCK_N = 128
-STAGES = {True: 4, False: 3}
-"""Key tiles in flight, for δ and for dQ."""
+BLOCK_N = {"delta": 128, "dq": 128, "one_pass": 64}
+STAGES = {"delta": 4, "dq": 3, "one_pass": 4}
+"""Key tiles in flight."""
 
 
 @gluon.jit
@@ -72,15 +75,15 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, t, acc, sum_a, sum_b, start, own, rows, lse2, shifted, stages, pointers, sizes,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASKED: gl.constexpr, DELTA: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    w: gl.constexpr, t, acc, key, unit, sum_a, sum_b, start, own, rows, lse2, shifted, stages,
+    pointers, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASKED: gl.constexpr, DELTA: gl.constexpr, ONE_PASS: gl.constexpr,
+    STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys, the t-th; arguments as ``attention_dq._dq_tile``, tuples as in ``_consume``."""
     q, do, q_tile, do_tile = own
     k_s, v_s, kt_s, full, empty, turn = stages
-    k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr = pointers
+    k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr, p_ptr = pointers
     Tq, Tk, all_keys, k_base, offset, window, softmax_scale, softcap = sizes
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
@@ -91,6 +94,8 @@ def _step(
     k_tile = gl.load(k_descale_ptr + start // 128)
     f = q_tile * k_tile
     g = do_tile * gl.load(v_descale_ptr + start // 128)
+    if ONE_PASS:
+        g = g * LOWER
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
     mbarrier.wait(full.index(stage), (t // STAGES) & 1)
     if not DELTA:  # in turns: dQ 1.70 ms, 1.77 without; δ gains nothing
@@ -139,14 +144,29 @@ def _step(
             inside = (rows < Tq)[:, None] & (keys < Tk)[None, :]
             out = rows.to(gl.int64)[:, None] * all_keys + k_base + keys[None, :]
             gl.store(ds_ptr + out, ds, mask=inside)
+            if ONE_PASS:
+                gl.store(p_ptr + out, p * LOWER, mask=inside)
+        if ONE_PASS:
+            sum_a += gl.sum(ds, 1)
+            sum_b += gl.sum(p, 1)
         if SOFTCAP:
             ds = ds * (1.0 - cap * cap)
+            if ONE_PASS:
+                p = p * (1.0 - cap * cap)
         e = pow2_exponent(gl.max(gl.abs(ds), 1))
         back = gl.convert_layout(exp2_int(e), by_row, assert_trivial=True) * nan_to_zero(k_tile)
         ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
-        acc = add_product(acc, ds8, kt_s.index(stage), back)
+        if ONE_PASS:
+            own_unit = gl.where(k_tile == k_tile, k_tile, unit)
+            if own_unit != unit:  # seldom: 2.54 ms without the branch, 2.30 with it
+                key = key * (unit / own_unit)
+            unit = own_unit
+            p8 = to_e5m2(p, operand)
+            acc, key = add_products(acc, key, ds8, p8, kt_s.index(stage), back)
+        else:
+            acc = add_product(acc, ds8, kt_s.index(stage), back)
         mbarrier.arrive(empty.index(stage))
-    return acc, sum_a, sum_b
+    return acc, key, unit, sum_a, sum_b
 
 
 @gluon.jit
@@ -156,13 +176,13 @@ def _consume(
     first, bh, h, q_base, slot, stat, tiles, sizes, all_queries, D,
     stride_dqt,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr, DLSE: gl.constexpr, DELTA: gl.constexpr, STORE_DS: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SINKS: gl.constexpr, DLSE: gl.constexpr, DELTA: gl.constexpr, ONE_PASS: gl.constexpr,
+    STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """64 queries against every key tile.
 
     ``stages``: buffers of key tiles and their barriers; ``pointers``: descales of K and V, the mask,
-    dS; ``stats``: ``lse2, δ − dlse, δ, dlse``; ``tiles``: ``lo, full_lo, full_hi, hi`` of ``key_tiles``.
+    dS, P; ``stats``: ``lse2, δ − dlse, δ, dlse``; ``tiles``: ``lo, full_lo, full_hi, hi`` of ``key_tiles``.
     """
     lse2_ptr, shifted_ptr, delta_ptr, dlse_ptr = stats
     lo, full_lo, full_hi, hi = tiles
@@ -183,28 +203,40 @@ def _consume(
     else:
         shifted = gl.load(shifted_ptr + stat + rows, mask=inside, other=0.0)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
+    unit = 1.0
+    key = sum_a
+    if ONE_PASS:
+        # An estimate that is no number would stay in what it is taken out of again.
+        z = gl.where(gl.abs(shifted) < float("inf"), shifted, 0.0)
+        shifted = z * LOWER
+        lse2 -= 15.0
+        key = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
-        acc, sum_a, sum_b = _step(
-            w, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
-            stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS, BLOCK_D,
-            BLOCK_N, STAGES,
+        acc, key, unit, sum_a, sum_b = _step(
+            w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+            stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, ONE_PASS, STORE_DS,
+            BLOCK_D, BLOCK_N, STAGES,
         )  # fmt: skip
     if MASK == 0:
         for t in range(hi - full_hi, hi - full_lo):
-            acc, sum_a, sum_b = _step(
-                w, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
-                stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA, STORE_DS,
-                BLOCK_D, BLOCK_N, STAGES,
+            acc, key, unit, sum_a, sum_b = _step(
+                w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+                shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA,
+                ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if WINDOW and MASK == 0:
         for t in range(hi - full_lo, hi - lo):
-            acc, sum_a, sum_b = _step(
-                w, t, acc, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
-                stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, STORE_DS,
-                BLOCK_D, BLOCK_N, STAGES,
+            acc, key, unit, sum_a, sum_b = _step(
+                w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+                shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA,
+                ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
-    if DELTA:
+    if ONE_PASS:
+        lse2 += 15.0
+        sum_b *= LOWER
+        sum_a += z * sum_b
+    if DELTA or ONE_PASS:
         if SINKS:
             sink = gl.load(sinks_ptr + h).to(gl.float32) * LOG2E
             sum_b += gl.exp2(sink - lse2)
@@ -216,7 +248,12 @@ def _consume(
             # A row that sees nothing has no gradient, whatever comes down to its lse.
             delta = gl.where(lse2 == float("inf"), 0.0, delta)
         gl.store(shifted_ptr + stat + rows, delta, mask=inside)
-    else:
+    if ONE_PASS:
+        off = gl.convert_layout(
+            (delta - z) * (unit * LOWER), gl.SliceLayout(1, grads), assert_trivial=True
+        )
+        acc = acc - key * off[:, None]
+    if not DELTA:
         out = acc * sizes[6]
         store_rows(dq_ptr, out, first + w * ROWS, q_base, q_len, D, stride_dqt)
 
@@ -224,14 +261,15 @@ def _consume(
 @gluon.jit(do_not_specialize=["heads_at_once", "places"])
 def _attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, kt_desc, dq_ptr, delta_ptr, shifted_ptr, dlse_ptr, lse2_ptr,
-    q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, ds_ptr, mask_ptr,
+    q_descale_ptr, do_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, ds_ptr, p_ptr, mask_ptr,
     bounds_ptr, cu_q_ptr, cu_k_ptr, segment_q_ptr,
     heads_at_once, places, Hq, G, Tq, Tk, D, D_padded, slots_q, slots_k, softmax_scale, softcap,
     window, mask_heads,
     stride_stat, stride_dqb, stride_dqh, stride_dqt, stride_mb, stride_mh,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, DLSE: gl.constexpr, PACKED: gl.constexpr, DELTA: gl.constexpr,
-    STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    ONE_PASS: gl.constexpr, STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Arguments as :func:`attention_dq._attention_bwd_dq_kernel`."""
     place, bh = own_program(heads_at_once, places)
@@ -279,7 +317,9 @@ def _attention_bwd_dq_hopper_kernel(
     v_descale_ptr += kv * slots_k + k_slot
     if STORE_DS:
         ds_ptr += (bh.to(gl.int64) * Tq + q_base) * Tk
-    pointers = (k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr)
+        if ONE_PASS:
+            p_ptr += (bh.to(gl.int64) * Tq + q_base) * Tk
+    pointers = (k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr, p_ptr)
     stats = (lse2_ptr, shifted_ptr, delta_ptr, dlse_ptr)
     tiles = (lo, full_lo, full_hi, hi)
     sizes = (q_len, k_len, Tk, k_base, offset, window, softmax_scale, softcap)
@@ -289,14 +329,14 @@ def _attention_bwd_dq_hopper_kernel(
         (_consume, (
             0, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
             do_descale_ptr, sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D,
-            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D,
-            BLOCK_N, STAGES,
+            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, ONE_PASS, STORE_DS,
+            BLOCK_D, BLOCK_N, STAGES,
         )),
         (_consume, (
             1, stages, pointers, stats, q_s, do_s, q_ready, dq_ptr, q_descale_ptr,
             do_descale_ptr, sinks_ptr, first, bh, h, q_base, own_slot, stat, tiles, sizes, Tq, D,
-            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, STORE_DS, BLOCK_D,
-            BLOCK_N, STAGES,
+            stride_dqt, CAUSAL, WINDOW, MASK, SOFTCAP, SINKS, DLSE, DELTA, ONE_PASS, STORE_DS,
+            BLOCK_D, BLOCK_N, STAGES,
         )),
         (_produce, (
             q_desc, do_desc, k_desc, v_desc, kt_desc, stages, q_s, do_s, q_ready,
@@ -307,36 +347,36 @@ def _attention_bwd_dq_hopper_kernel(
 
 
 def dq_hopper(
+    which: str,
     x: Problem,
     payloads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     stats: tuple[Tensor, Tensor, Tensor, Tensor | None],
     descales: tuple[Tensor, Tensor, Tensor, Tensor],
     dq: Tensor,
-    ds: Tensor | None,
+    debug: tuple[Tensor | None, Tensor | None],
     bounds: Tensor | None,
-    *,
-    is_delta: bool,
 ) -> None:
-    """Fill ``δ`` and ``δ − dlse``, or ``dq`` (and ``ds``).
+    """Fill ``δ`` and ``δ − dlse``, or ``dq``, or all.
 
     Args:
+        which: ``delta``, ``dq`` or ``one_pass``.
         payloads: of q, do, k, v, and the transposed copy of k.
         stats: ``lse2``, ``δ − dlse``: rows padded to 16 bytes; ``δ [B, Hq, Tq]``, and dlse or None.
         descales: of q, do, k, v, one per slot.
+        debug: where dS (before the estimate is corrected, for ``one_pass``) and P go, or None.
     """
     q8, do8, k8, v8, kt = payloads
     lse2, shifted, delta, dlse = stats
-    BD = x.BLOCK_D
+    BD, BN = x.BLOCK_D, BLOCK_N[which]
     flags = {k: v for k, v in x.flags().items() if k not in ("TILE", "SOFT_CAST")}
     grid, order = x.programs(2 * ROWS.value, 1)
     _attention_bwd_dq_hopper_kernel[grid](
         rows_descriptor(q8, ROWS.value, BD), rows_descriptor(do8, ROWS.value, BD),
-        rows_descriptor(k8, BLOCK_N, BD), rows_descriptor(v8, BLOCK_N, BD),
-        columns_descriptor(kt, BD, BLOCK_N), dq, delta, shifted, dlse, lse2, *descales, x.sinks, ds,
-        x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, *order, x.Hq,
+        rows_descriptor(k8, BN, BD), rows_descriptor(v8, BN, BD), columns_descriptor(kt, BD, BN),
+        dq, delta, shifted, dlse, lse2, *descales, x.sinks, *debug, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, *order, x.Hq,
         x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots,
         x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
         *dq.stride()[:3], *x.mask_strides[:2], SINKS=x.sinks is not None, DLSE=dlse is not None,
-        DELTA=is_delta, STORE_DS=ds is not None, BLOCK_D=BD, BLOCK_N=BLOCK_N,
-        STAGES=STAGES[is_delta], num_warps=4, **flags,
+        DELTA=which == "delta", ONE_PASS=which == "one_pass", STORE_DS=debug[0] is not None,
+        BLOCK_D=BD, BLOCK_N=BN, STAGES=STAGES[which], num_warps=4, **flags,
     )  # fmt: skip

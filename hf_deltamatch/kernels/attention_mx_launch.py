@@ -91,7 +91,7 @@ def backward(
             _rows(q8, c.BLOCK_M, BD), _rows(do8, c.BLOCK_M, BDV), _rows(k8, c.BLOCK_N, BD),
             _rows(v8, c.BLOCK_N, BDV), _columns(kt, BD, c.BLOCK_N), dq, delta, shifted, dlse, lse2,
             q_codes, do_codes, k_codes, v_codes, kt_codes, x.sinks, mean_key,
-            None if ds is None else ds[0], sums, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
+            None if ds is None else ds[0], None, sums, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu,
             x.pack_q.segment, *order, x.Hq, x.Hq // x.Hkv, x.Tq, x.Tk,
             x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots, x.segments, x.softmax_scale,
             x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1), *dq.stride()[:3],

@@ -98,8 +98,8 @@ def quantize_do(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Quantise dO ``[B, Hq, Tq, Dv]`` (any strides).
 
-    Under the unmatched rules ``delta [B, Hq, Tq]`` is written too, from ``o``; under the matched
-    one, which does not read ``o``, it is left to the δ pass, as is ``shifted``.
+    Where ``o`` is given ``delta [B, Hq, Tq]`` is written too: under an unmatched rule δ, under the matched
+    one the estimate that a single pass starts from. Otherwise it is left to the δ pass, as is ``shifted``.
 
     Returns:
         Payload, descale, transposed copy, ``fold [B, Hq, Tq]`` (None where no kernel reads it),
@@ -125,8 +125,8 @@ def quantize_do(
 
 
 def output_of(o: Tensor | None, x: Problem) -> tuple[Tensor | None, tuple[int, ...]]:
-    """What δ is computed from under an unmatched rule, and its strides."""
-    if x.recipe.delta == "matched":
+    """What δ (or an estimate of it) is computed from, and its strides."""
+    if o is None or (x.recipe.delta == "matched" and not x.one_pass):
         return None, (0,) * 4
     return o, o.stride()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.formats import FORMATS, MX_BLOCK, TOKENS_PER_TILE
-from hf_deltamatch.kernels import multiprocessors
+from hf_deltamatch.kernels import attention_config, multiprocessors
 from hf_deltamatch.kernels.geometry import _bounds_kernel
 from hf_deltamatch.kernels.launch import (
     SOFT_CAST,
@@ -42,7 +42,7 @@ class Problem:
     """Shapes, visibility and recipe of one call, in the words of the kernels.
 
     Attributes beside the arguments: ``tile`` (one descale per tile; a boolean mask may cut tiles, so
-    there every token has its own), ``pow2``, ``mask_kind`` (0 none, 1 compact, 2 boolean),
+    there every token has its own), ``one_pass`` (δ and dQ of one sweep), ``pow2``, ``mask_kind`` (0 none, 1 compact, 2 boolean),
     ``mask_bytes`` (``[B, H|1, Tq, Tk]``, or contiguous compact rows) with ``mask_heads`` and
     ``mask_strides``, ``pack_q`` and ``pack_k``, ``segments``, ``BLOCK_D`` and ``BLOCK_DV``, and
     ``cuts`` of queries and keys.
@@ -66,6 +66,7 @@ class Problem:
         self.segments = 1 if cu_q is None else cu_q.numel() - 1
         self._set_mask(mask)
         self.tile = recipe.block == "128xD" and self.mask_kind != 2
+        self.one_pass = attention_config.has_one_pass(recipe, D, Dv, tile=self.tile)
         tiled = recipe.block == "128xD"
         self.cuts = (facts.query_cuts, facts.key_cuts) if tiled else (None, None)
         self._shape_flags = dict(CAUSAL=is_causal, WINDOW=window is not None, MASK=self.mask_kind)

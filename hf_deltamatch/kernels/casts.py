@@ -79,7 +79,7 @@ def cast_fp8(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
         LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
         x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     if E5M2:
-        return _cast_e5m2(x, SOFT_CAST)
+        return cast_e5m2(x, SOFT_CAST)
     else:
         return cast_e4m3(x, SOFT_CAST)
 
@@ -125,7 +125,8 @@ def cast_fp8_packed(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _cast_e5m2(x, SOFT_CAST: tl.constexpr):
+def cast_e5m2(x, SOFT_CAST: tl.constexpr):
+    """FP32 with ``|x| <= 57344`` to E5M2; NaN stays NaN."""
     if SOFT_CAST:
         return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)
     else:

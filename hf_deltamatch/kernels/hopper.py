@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_deltamatch.kernels.casts import FOUR_TO_E4M3, regroup_rows
+from hf_deltamatch.kernels.casts import FOUR_TO_E4M3, FOUR_TO_E5M2, regroup_rows
 
 # Triton 3.6 calls it by its longer name.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -35,6 +35,15 @@ def to_operand(x, layout: gl.constexpr):
     # A plain cast packs byte by byte, with about 80 more instructions a tile.
     return gl.inline_asm_elementwise(
         FOUR_TO_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def to_e5m2(x, layout: gl.constexpr):
+    """As :func:`to_operand`, for ``|x| <= 57344``."""
+    x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        FOUR_TO_E5M2, "=r,f,f,f,f", [x], dtype=gl.float8e5, is_pure=True, pack=4,
     )  # fmt: skip
 
 
@@ -55,6 +64,19 @@ def add_product(total, a, b_t, factor):
     part = warpgroup_mma(a, b_t.permute((1, 0)), zero, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=[part])
     return total + part * factor[:, None]
+
+
+@gluon.jit
+def add_products(total, coarse, a, c, b_t, factor):
+    """``total + (a b) · factor`` as :func:`add_product`, and ``coarse + c b`` in the tensor cores."""
+    zero = gl.zeros_like(total)
+    b = b_t.permute((1, 0))
+    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+    coarse = warpgroup_mma(c, b, coarse, is_async=True)
+    part = warpgroup_mma_wait(1, deps=[part])
+    total = total + part * factor[:, None]
+    coarse = warpgroup_mma_wait(0, deps=[coarse])
+    return total, coarse
 
 
 @gluon.jit

@@ -1,9 +1,9 @@
 """Public FP8 attention: validation, autocast, autograd.
 
 What is saved for the backward, per token and head at head_dim D with the default recipe: 3·D bytes
-of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, and 4 bytes of lse. The matched δ does not
-read the output, so it is not kept; the other rules do and keep the op's own, without a copy. The
-high-precision inputs are not kept.
+of FP8 Q, K, V, a descale of 4 bytes per 128 tokens each, 4 bytes of lse, and the op's own output, without
+a copy, where something reads it: kernels that compute the matched δ and dQ in one pass estimate δ from
+it, and the other rules take it from there. The high-precision inputs are not kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_deltamatch.kernels.attention_config import has_one_pass
 from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     check_types,
@@ -136,5 +137,12 @@ def delta_matching_attention(
     chosen = choose("attention", q.device, backend)
     return AttentionFunction.apply(
         q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
-        recipe.quantize, recipe.encoded, chosen, bool(return_lse), recipe.delta != "matched",
+        recipe.quantize, recipe.encoded, chosen, bool(return_lse),
+        recipe.delta != "matched" or (chosen == "triton" and _starts_from_output(recipe, q, v, mask)),
     )  # fmt: skip
+
+
+def _starts_from_output(recipe: AttentionRecipe, q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """True where the backward kernels of a matched δ read the forward's output."""
+    tile = mask is None or mask.dtype != torch.bool
+    return has_one_pass(recipe, q.shape[-1], v.shape[-1], tile=tile)

@@ -62,14 +62,17 @@ def problem(
 
 
 def reference_blocks(
-    D: int, Dv: int, device: torch.device, block: str = "128xD", *, boolean_mask: bool = False
+    D: int, Dv: int, device: torch.device, recipe: AttentionRecipe, *, boolean_mask: bool = False
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """``block_n``, ``block_m`` and ``block_m_p`` with which the reference's forward and backward emulate the kernels."""
-    tile = block == "128xD" and not boolean_mask
+    """``block_n``, ``block_m``, ``block_m_p`` and ``one_pass`` with which the reference's forward and
+    backward emulate the kernels."""
+    tile = recipe.block == "128xD" and not boolean_mask
     at = feature_block(D), feature_block(Dv), device
-    if block == "mx":  # the backward's blocks are the format's own 32
+    if recipe.block == "mx":  # the backward's blocks are the format's own 32
         return {"block_n": config.mx_fwd_config(*at).BLOCK_N}, {}
-    backward = {"block_n": config.dq_config(*at, tile=tile).BLOCK_N}
+    one_pass = config.has_one_pass(recipe, D, Dv, tile=tile)
+    c = config.one_pass_config(*at) if one_pass else config.dq_config(*at, tile=tile)
+    backward = {"block_n": c.BLOCK_N, "one_pass": one_pass}
     for c, wants_dk, wants_dv in config.dkdv_configs(*at, tile=tile):
         if wants_dk:
             backward["block_m"] = c.BLOCK_M

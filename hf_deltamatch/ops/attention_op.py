@@ -116,7 +116,8 @@ def attention_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns ``dq, dk, dv, dsinks, delta``. ``q, k, v`` are the FP8 payloads of the forward, or the
-    inputs themselves for a recipe with ``quantize=False``. The matched δ does not read ``o``."""
+    inputs themselves for a recipe with ``quantize=False``. Under the matched δ ``o`` may be None: kernels
+    that would compute δ and dQ in one pass then take two."""
     observe.CALLS["attention_bwd"] += 1
     decoded = AttentionRecipe.decode(recipe)
     collector = observe.DsCollector()

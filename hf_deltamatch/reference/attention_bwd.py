@@ -103,6 +103,7 @@ def attention_bwd(
     block_n: int = TOKENS_PER_TILE,
     block_m: int = TOKENS_PER_TILE,
     block_m_p: int | None = None,
+    one_pass: bool = False,
     ds_hook: DsHook | None = None,
 ) -> AttentionBackward:
     """Reference backward.
@@ -116,6 +117,9 @@ def attention_bwd(
         block_m: query rows that share a descale of dS in product 7 (the query tile of the dK
             kernel); divides 128.
         block_m_p: the same of P in product 5 (the dV kernel's); default ``block_m``.
+        one_pass: product 6 as a kernel multiplies that learns δ at the end of its sweep over the keys
+            (``128xD``, matched δ): with P ∘ (dP − z), z an estimate of δ, less (δ − z) times a coarser
+            P K.
         ds_hook: called with every block of FP32 dS ``[b, h, G, r, n]``, before its cast and before
             the soft cap's derivative, and with the sink's column ``[b, h, G, r]`` or None.
     """
@@ -142,7 +146,7 @@ def attention_bwd(
             k_op, v_op = (plain_operand(x[:, :, seg.k], rules["k"]["hidden"]) for x in (k, v))
         _backward_segment(
             seg, vis, q_op, k_op, v_op, do_op, do, dlse, fwd, sinks, (dq, dk, dv, dsinks, delta),
-            softmax_scale, softcap, recipe, block_n, block_m, block_m_p or block_m, ds_hook,
+            softmax_scale, softcap, recipe, block_n, block_m, block_m_p or block_m, one_pass, ds_hook,
         )  # fmt: skip
     return AttentionBackward(dq.to(do.dtype), dk.to(do.dtype), dv.to(do.dtype), dsinks, delta)
 
@@ -150,7 +154,7 @@ def attention_bwd(
 def _backward_segment(
     seg: Segment, vis: Visibility, q: Operand, k: Operand, v: Operand, do: Operand, do_hp: Tensor,
     dlse, fwd: AttentionForward, sinks, grads, softmax_scale: float, softcap, recipe, block_n: int,
-    block_m: int, block_m_p: int, ds_hook,
+    block_m: int, block_m_p: int, one_pass: bool, ds_hook,
 ) -> None:  # fmt: skip
     dq, dk, dv, dsinks, delta = grads
     G, width = vis.groups, key_width(vis.Tk, recipe, block_n)
@@ -174,16 +178,30 @@ def _backward_segment(
             do_hp=cut(do_hp),
             sink2=None if sinks is None else (sinks.to(dq.dtype) * LOG2E).view(-1, G, 1)[h],
         )
-        p, ds, ds_sink, delta_b, tanh = _softmax_gradient(block, softmax_scale, softcap, recipe)
+        p, dp, ds, ds_sink, delta_b, tanh = _softmax_gradient(block, softmax_scale, softcap, recipe)
         if ds_hook is not None:
             ds_hook(ds[..., : vis.Tk], ds_sink)
-        if tanh is not None:
+
+        def capped(x: Tensor, tanh=tanh, block=block) -> Tensor:
+            if tanh is None:
+                return x
             # 0 · NaN where a query or key is NaN that this pair hides.
-            ds = masked(ds * (1 - tanh * tanh), block.visible, 0.0)
-        ds_row = cast_backward(ds, block.k, recipe, block_n, -1)
+            return masked(x * (1 - tanh * tanh), block.visible, 0.0)
+
+        ds_first, off = ds, None
+        if one_pass:
+            ds_first, off = _from_an_estimate(block, p, dp, delta_b, recipe)
+        ds = capped(ds)
+        ds_row = cast_backward(capped(ds_first), block.k, recipe, block_n, -1)
         ds_col = cast_backward(ds, block.q, recipe, block_m, -2)
         p_col = cast_backward(p, block.do, recipe, block_m_p, -2)
         dq_b = torch.matmul(ds_row.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
+        if off is not None:
+            coarse = (capped(p) * 2.0**15).clamp(max=57344.0).to(torch.float8_e5m2).to(
+                p.dtype
+            ) * 2.0**-15
+            w = torch.matmul(coarse.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
+            dq_b = dq_b - off[..., None] * w
         if mean_key is not None:
             rounded = ds_row
             if block.k.fold is not None:
@@ -212,8 +230,8 @@ def _backward_segment(
 
 def _softmax_gradient(
     x: _Block, softmax_scale: float, softcap: float | None, recipe: AttentionRecipe
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """P, dS, dS of the sink's column, δ and the soft cap's tanh of one block."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """P, dP, dS, dS of the sink's column, δ and the soft cap's tanh of one block."""
     s2, tanh = logits(x.q, x.k, softmax_scale, softcap)
     alive = x.lse != -torch.inf
     lse2 = torch.where(alive, x.lse, 0.0) * LOG2E
@@ -229,7 +247,21 @@ def _softmax_gradient(
     delta, shifted = (torch.where(alive, d, 0.0) for d in (delta, shifted))
     ds = masked(p * (dp - shifted[..., None]), x.visible, 0.0)
     ds = torch.where(alive[..., None], ds, 0.0)
-    return p, ds, None if p_sink is None else -p_sink * shifted, delta, tanh
+    return p, dp, ds, None if p_sink is None else -p_sink * shifted, delta, tanh
+
+
+def _from_an_estimate(
+    x: _Block, p: Tensor, dp: Tensor, delta: Tensor, recipe: AttentionRecipe
+) -> tuple[Tensor, Tensor]:
+    """P ∘ (dP − z), and δ − z: z is δ of the output, 0 where that is no number."""
+    z = _delta_of_output(x, p.dtype, recipe)
+    dlse = 0.0 if x.dlse is None else x.dlse
+    alive = x.lse != -torch.inf
+    z = torch.where(alive, z - dlse, 0.0)
+    z = torch.where(z.isfinite(), z, 0.0)
+    first = masked(p * (dp - z[..., None]), x.visible, 0.0)
+    first = torch.where(alive[..., None], first, 0.0)
+    return first, torch.where(alive, delta - dlse, 0.0) - z
 
 
 def _delta(
@@ -240,12 +272,16 @@ def _delta(
         if p_sink is not None:
             total = total + p_sink
         return (p * dp).sum(-1) / torch.where(total == 0, 1.0, total)
+    return _delta_of_output(x, p.dtype, recipe)
+
+
+def _delta_of_output(x: _Block, dtype: torch.dtype, recipe: AttentionRecipe) -> Tensor:
     out, do = x.out, x.do_hp
     if recipe.quantize:
         out = out.to(torch.bfloat16)
         if recipe.delta != "stale":
             do = x.do.feat if x.do.row is None else x.do.feat * x.do.row[..., None]
-    return (do.to(p.dtype) * out.to(p.dtype)).sum(-1)
+    return (do.to(dtype) * out.to(dtype)).sum(-1)
 
 
 def _keys_seen_by(x: _Block, poison: Tensor) -> Tensor:

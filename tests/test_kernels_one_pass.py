@@ -1,0 +1,117 @@
+"""The matched δ and dQ in one sweep: whatever it starts from, and keys of any size. Interpreted on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Shape
+
+pytest.importorskip("triton")
+from hf_deltamatch import kernels as package
+
+if package.missing("attention", torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    pytest.skip("no device for the kernels", allow_module_level=True)
+
+from kernel_cases import (  # noqa: E402
+    DEVICE,
+    Call,
+    compact,
+    difference,
+    exact,
+    make_call,
+    segments,
+    through_kernels,
+    through_reference,
+)
+
+from hf_deltamatch.kernels import attention as kernels  # noqa: E402
+from hf_deltamatch.ops import attention_kernels  # noqa: E402
+from hf_deltamatch.testing import row_sum_residual  # noqa: E402
+
+pytestmark = pytest.mark.interpreted
+ON_GPU = DEVICE.type == "cuda"
+S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
+CASES = {
+    "causal": {},
+    "full": dict(is_causal=False),
+    "window": dict(window=40),
+    "compact": dict(mask=compact(150, 40), is_causal=False),
+    "packed": dict(cu_seqlens=segments(37, 37, 150)),
+    "softcap": dict(softcap=5.0),
+    "sinks": dict(sinks=torch.tensor([0.5, -1.0], device=DEVICE)),
+    "dlse": dict(dlse=True),
+    "fp32-descales": dict(fields=dict(descale="fp32")),
+}
+ESTIMATES = {
+    "noise": lambda o: o + o.square().mean().sqrt() * torch.randn_like(o),
+    "nan": lambda o: o * torch.nan,
+    "none": None,
+}
+
+
+def backward(call: Call, fwd: kernels.Forward, **debug: bool) -> kernels.Backward:
+    x = attention_kernels.problem(
+        call.q.shape, call.k.shape, call.v.shape[-1], DEVICE, **call.options
+    )
+    return kernels.attention_bwd(call.do, call.dlse, fwd, x, **debug)
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize("name", CASES)
+def test_delta_is_exact_whatever_the_sweep_starts_from(name: str, estimate: str) -> None:
+    """The estimate is what O gives: with noise as large as O, no number, or nothing, which takes the δ pass. The
+    coarse product does more then, so dQ is the worse for it (1.2 and 1.1 to 1.2 times), and nothing else."""
+    torch.manual_seed(0)
+    call = make_call(S, **CASES[name])
+    fwd, bwd = through_kernels(call)
+    change = ESTIMATES[estimate]
+    again = backward(call, fwd._replace(o=None if change is None else change(fwd.o)), store_ds=True)
+    assert difference(again.delta, bwd.delta) < 1e-5
+    for field in ("dk", "dv", "dsinks"):
+        assert difference(getattr(again, field), getattr(bwd, field)) < 1e-3, field
+    truth = exact(call)[1].dq
+    error = difference(bwd.dq, truth)
+    assert difference(again.dq, truth) < (1.03 if estimate == "none" else 1.3) * error
+    if call.dlse is None and call.options["sinks"] is None:
+        assert row_sum_residual(again.ds[0]) < (1e-5 if ON_GPU else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 0.5), (1, 100, 1e-2), (1e-20, 1, 0), (0, 1e-20, 1e-12), (1e-9, 30, 1), (1, 1e-9, 30)],
+)
+def test_keys_of_any_size(sizes: tuple[float, ...]) -> None:
+    """Tiles of K of sizes far apart, some of them zero: W in units of the largest descale where all are near,
+    of the latest where not. V has a mean, so that O says little of δ and W has much to do."""
+    call = make_call(S._replace(Hq=1, Tq=384, Tk=384, D=32, Dv=32), is_causal=sizes[0] != 1e-9)
+    call.v.add_(2.0)
+    for tile, size in enumerate(sizes):
+        call.k[:, :, 128 * tile : 128 * (tile + 1)] *= size
+    bwd, ref = through_kernels(call)[1], through_reference(call)[1]
+    off = (bwd.dq - ref.dq).norm(dim=-1) / ref.dq.norm(dim=-1).clamp_min(1e-38)
+    if ON_GPU:
+        assert off.median() < 1e-2 and difference(bwd.dq, ref.dq) < 2e-2
+    else:
+        assert off.median() < 1e-5 and difference(bwd.dq, ref.dq) < 1e-3
+    assert difference(bwd.delta, ref.delta) < 2e-3
+
+
+def test_a_poisoned_key_reaches_those_who_see_its_tile() -> None:
+    call = make_call(S._replace(Tq=300, Tk=300))
+    clean = through_kernels(call)[1]
+    call.k[:, :, 140] = torch.nan
+    dirty = through_kernels(call)[1]
+    assert torch.equal(dirty.dq[:, :, :128], clean.dq[:, :, :128])
+    assert dirty.dq[:, :, 140:].isnan().all()
+
+
+def test_rows_without_a_gradient_stay_zero_beside_an_output_that_is_no_number() -> None:
+    """dO is zero where the loss leaves a token out; 0 · NaN is no δ to start from."""
+    call = make_call(S)
+    call.do[:, :, 100:] = 0.0
+    fwd, expected = through_kernels(call)
+    o = fwd.o.clone()
+    o[:, :, 100:] = torch.nan
+    bwd = backward(call, fwd._replace(o=o))
+    assert all(torch.equal(a, b) for a, b in zip(bwd[:3], expected[:3], strict=True))
+    assert not bwd.dq[:, :, 100:].any() and not bwd.delta[:, :, 100:].any()
