@@ -4,8 +4,8 @@ takes its target once per process and must not be told to interpret.
     python tests/compile_kernels.py 90 '[{"D": 128}, {"D": 64, "mask": "packed", "attention": false}]'
 
 A case takes shapes, options and fields of the recipe; without ``attention`` only the small kernels
-around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels. Prints one JSON object per
-line: the kernel, its shared and tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies
+around it are compiled, which is quick; ``hopper`` asks for the Gluon kernels, ``output: false`` for a
+matched δ in two passes. Prints one JSON object per line: the kernel, its shared and tensor memory, how often its PTX multiplies, multiplies FP8, and multiplies
 FP8 with block scales, its barriers and how many of those share their memory (see `ptx`), and for 9.0 how
 many products in loops lose an operand and how many conversions come early (see `sass`).
 """
@@ -90,6 +90,8 @@ def main(capability: int, cases: list[dict]) -> None:
         fwd = attention_kernels.attention_fwd(q, k, v, **options)
         x = attention_kernels.problem(q.shape, k.shape, Dv, q.device, **options)
         dlse = torch.zeros(1, case["Hq"], T) if case.get("dlse") else None
+        if not case.get("output", True):
+            fwd = fwd._replace(o=None)
         attention.attention_bwd(zeros(case["Hq"], Dv), dlse, fwd, x)
     for name, mx, kernel in compiled:
         ptx = kernel.asm["ptx"]

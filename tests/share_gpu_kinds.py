@@ -82,9 +82,10 @@ def _restrict(launchers, only: str) -> None:
     if only == "delta":
         from hf_deltamatch.kernels import attention_dq_hopper
 
+        launchers.config.has_one_pass = lambda *args, **kwargs: False
         both = attention_dq_hopper.dq_hopper
-        attention_dq_hopper.dq_hopper = lambda *a, is_delta, **kw: (
-            both(*a, is_delta=True, **kw) if is_delta else a[4].zero_()
+        attention_dq_hopper.dq_hopper = lambda which, *a: (
+            both(which, *a) if which == "delta" else a[4].zero_()
         )
 
 
@@ -105,6 +106,7 @@ KINDS = {
     "plain-128": Kind(lambda: ours(128), PLAIN),
     "delta-128": Kind(lambda: ours(128, only="delta"), HOPPER),
     "dq-128": Kind(lambda: ours(128, only="dq", recipe="stale_delta"), HOPPER),
+    "one-pass-128": Kind(lambda: ours(128, only="dq"), HOPPER),
     "dkdv-128": Kind(lambda: ours(128, only="dkdv"), HOPPER),
     "hopper-128": Kind(lambda: ours(128), HOPPER),
 }

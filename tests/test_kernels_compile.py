@@ -13,18 +13,23 @@ import pytest
 from python_path import python_path
 
 pytest.importorskip("triton")
+from hf_deltamatch import AttentionRecipe  # noqa: E402
 from hf_deltamatch.kernels import (  # noqa: E402
     CAPABILITIES,
     NATIVE_MX,
     NO_BOOLEAN_MASK,
     SMALL_SHARED_MEMORY,
 )
+from hf_deltamatch.kernels.attention_config import has_one_pass  # noqa: E402
 
 pytestmark = pytest.mark.slow
 CASES = [
     {"D": 128},
     {"D": 128, "hopper": True},  # on 9.0 the backward in Gluon
     {"D": 64},
+    {"D": 128, "output": False},  # the matched δ in two passes
+    {"D": 128, "output": False, "hopper": True},
+    {"D": 256},
     {"D": 128, "fields": {"block": "1xD"}},
     {"D": 64, "fields": {"block": "1xD"}},
     {"D": 96, "window": 64, "softcap": 20.0},
@@ -105,10 +110,19 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
     if capability == (9, 0):
         assert any(kernel["products_in_loops"] > 0 for kernel in attention)
-    # Forward, δ (of the matched rule), dQ and dK/dV of every case.
-    whole = [case.get("fields", {}) for case in cases if case.get("attention", True)]
-    assert len(attention) >= sum(4 - ("delta" in fields) for fields in whole)
+    assert len(attention) >= sum(map(launches, cases))
     return attention
+
+
+def launches(case: dict) -> int:
+    """Forward, dK/dV, and dQ with δ or after the matched one."""
+    if not case.get("attention", True):
+        return 0
+    recipe = AttentionRecipe.from_name("delta_matching", **case.get("fields", {}))
+    tile = case.get("mask") != "bool"
+    heads = case["D"], case.get("Dv", case["D"])
+    one_pass = case.get("output", True) and has_one_pass(recipe, *heads, tile=tile)
+    return 4 - (recipe.delta != "matched" or one_pass)
 
 
 @EACH_CAPABILITY

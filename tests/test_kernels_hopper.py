@@ -20,11 +20,10 @@ from hf_deltamatch.kernels import attention_config as config  # noqa: E402
 
 def test_hopper_kernels_compile(tmp_path: Path) -> None:
     """With a window and a soft cap, which have branches of their own."""
-    kernels = compile_for(
-        (9, 0), [{"D": 128, "window": 64, "softcap": 20.0, "hopper": True}], tmp_path
-    )
+    case = {"D": 128, "window": 64, "softcap": 20.0, "hopper": True}
+    kernels = compile_for((9, 0), [case, {**case, "output": False}], tmp_path)
     names = [kernel["kernel"] for kernel in kernels]
-    assert names.count("_attention_bwd_dq_hopper_kernel") == 2  # δ and dQ
+    assert names.count("_attention_bwd_dq_hopper_kernel") == 3  # both in one; δ and dQ
     assert "_attention_bwd_dkdv_hopper_kernel" in names
     for kernel in kernels:
         assert kernel["products"] == kernel["fp8_products"] > 0, kernel

@@ -24,6 +24,7 @@ from kernel_cases import (  # noqa: E402
     through_reference,
 )
 
+from hf_deltamatch import delta_matching_attention  # noqa: E402
 from hf_deltamatch.kernels import attention as kernels  # noqa: E402
 from hf_deltamatch.ops import attention_kernels  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
@@ -115,3 +116,18 @@ def test_rows_without_a_gradient_stay_zero_beside_an_output_that_is_no_number() 
     bwd = backward(call, fwd._replace(o=o))
     assert all(torch.equal(a, b) for a, b in zip(bwd[:3], expected[:3], strict=True))
     assert not bwd.dq[:, :, 100:].any() and not bwd.delta[:, :, 100:].any()
+
+
+@pytest.mark.parametrize(("D", "block"), [(64, "128xD"), (64, "1xD"), (256, "128xD")])
+def test_the_output_is_kept_where_it_is_read(D: int, block: str) -> None:
+    """The op's own, without a copy; where δ takes a pass of its own, none."""
+    call = make_call(S._replace(Tq=20, Tk=20, D=D, Dv=D), fields=dict(block=block))
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.data_ptr()) or t, lambda t: t
+    ):
+        o = delta_matching_attention(
+            *leaves, is_causal=True, recipe=call.options["recipe"], backend="triton"
+        )
+    assert (o.data_ptr() in kept) is ((D, block) == (64, "128xD"))

@@ -180,14 +180,15 @@ def attention_bwd(
 
     hopper = x.tile and do8.dtype == k8.dtype
     # Triton 3.6 fails on a store inside the loops of those kernels under a compact mask.
-    hopper = hopper and not (store_ds and x.mask_kind) and config.has_hopper(BD, BDV, x.device)
+    hopper = hopper and not (store_ds and x.mask_kind)
+    hopper_rows = hopper and config.has_hopper(BD, BDV, x.device)
     one_pass = x.one_pass and saved.o is not None
     p = torch.zeros_like(ds[0]) if store_ds and one_pass else None
 
     def rows_pass(which: str, *, store: bool = store_ds, sums=None, dq: Tensor = dq) -> None:
         """``which``: ``delta``, ``dq`` or ``one_pass``, which is both."""
         store = store and which != "delta"
-        if hopper and sums is None and (which != "dq" or mean_key is None):
+        if hopper_rows and sums is None and (which != "dq" or mean_key is None):
             # Only where it runs: Gluon is experimental in Triton.
             from hf_deltamatch.kernels.attention_dq_hopper import dq_hopper
 
@@ -238,7 +239,7 @@ def attention_bwd(
             rows_pass("delta")
         rows_pass("dq", sums=sums)
     key_bounds = x.bounds(by_key=True)
-    if hopper:
+    if hopper and config.has_hopper(BD, BDV, x.device):
         from hf_deltamatch.kernels.attention_dkdv_hopper import dkdv_hopper
 
         dkdv_hopper(
