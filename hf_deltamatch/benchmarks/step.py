@@ -42,7 +42,7 @@ METHOD = {
     "the host is never waited for; rates and speed-up of it beside it",
     "weights": "bf16: weights, gradients and optimiser state in BF16; fp32: all of them in FP32, under "
     "autocast to BF16",
-    "linears": "swap_linears(model, fuse_gated=True); fp8-whole with fuse_gated='whole'",
+    "linears": "swap_linears(model, fuse_gated='whole'); fp8-gated with fuse_gated=True",
     "compile": "every layer and the loss with torch.compile; embedding and last norm without",
     "mfu": "model FLOPs (6 per matrix element and token, attention's visible pairs, nothing "
     "recomputed) over the data sheet's dense BF16 rate",

@@ -81,10 +81,10 @@ class Arm(NamedTuple):
 
 ARMS = {
     "bf16": Arm(False, False),
-    "fp8": Arm(True, True),
-    "fp8-whole": Arm(True, "whole"),
+    "fp8": Arm(True, "whole"),
+    "fp8-gated": Arm(True, True),
     "fp8-attention": Arm(True, False),
-    "fp8-linears": Arm(False, True),
+    "fp8-linears": Arm(False, "whole"),
 }
 WEIGHTS = ("bf16", "fp32")
 
