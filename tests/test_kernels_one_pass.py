@@ -83,9 +83,11 @@ def test_delta_is_exact_whatever_the_sweep_starts_from(name: str, estimate: str)
 )
 def test_keys_of_any_size(sizes: tuple[float, ...]) -> None:
     """Tiles of K of sizes far apart, some of them zero: W in units of the largest descale where all are near,
-    of the latest where not. V has a mean, so that O says little of δ and W has much to do."""
+    of the latest where not. V has a mean, so that O says little of δ and W has much to do; Q makes up for
+    the largest, so that the softmax has many keys."""
     call = make_call(S._replace(Hq=1, Tq=384, Tk=384, D=32, Dv=32), is_causal=sizes[0] != 1e-9)
     call.v.add_(2.0)
+    call.q.div_(max(sizes))
     for tile, size in enumerate(sizes):
         call.k[:, :, 128 * tile : 128 * (tile + 1)] *= size
     bwd, ref = through_kernels(call)[1], through_reference(call)[1]

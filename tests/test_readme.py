@@ -62,13 +62,13 @@ def test_demo_table() -> None:
         ]
 
 
-ATTENTION = RESULTS / "attention_plain_h200.json"
+ATTENTION = RESULTS / "attention_h200.json"
 
 
 def test_attention_table() -> None:
     """shape | best BF16 | delta_matching | speed-up | forward: best BF16 → delta_matching"""
     result = json.loads(ATTENTION.read_text())
-    assert not result["hopper_kernels"]
+    assert result["hopper_kernels"]
     expected = {}
     for shape in result["shapes"]:
         rows = [r for r in shape["rows"].values() if "failed" not in r]
@@ -87,14 +87,17 @@ def words() -> str:
     return " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_hopper_attention() -> None:
-    """ "0.69 to 1.00 of the speed of BF16 over the shapes of D128", the head dimension that has them."""
-    result = json.loads((RESULTS / "attention_h200.json").read_text())
-    assert [s["name"] for s in result["shapes"]] == list(table("attention, ms"))
-    shapes = [s for s in result["shapes"] if s["shape"]["D"] == 128]
-    speed = [s["rows"]["delta_matching"]["fwd_bwd_speedup"] for s in shapes]
-    said = f"{min(speed):.2f} to {max(speed):.2f} of the speed of BF16 over the shapes of D128"
-    assert len(speed) > 3 and said in words()
+def test_plain_attention() -> None:
+    """ "8.69 ms at the first shape" without the Hopper kernels; where the default is faster than BF16."""
+    result = json.loads((RESULTS / "attention_plain_h200.json").read_text())
+    assert not result["hopper_kernels"]
+    first = result["shapes"][0]
+    assert first["name"] == next(iter(table("attention, ms")))
+    assert f"{first['rows']['delta_matching']['fwd_bwd_ms']:.2f} ms at the first shape" in words()
+    for shape in json.loads(ATTENTION.read_text())["shapes"]:
+        of, speed = shape["shape"], shape["rows"]["delta_matching"]["fwd_bwd_speedup"]
+        long = of["D"] == 128 and of["T"] >= 8192 and of["window"] is None
+        assert (speed > 1) is long, shape["name"]
 
 
 def test_step() -> None:
