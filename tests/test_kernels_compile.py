@@ -29,7 +29,6 @@ CASES = [
     {"D": 64},
     {"D": 128, "output": False},  # the matched δ in two passes
     {"D": 128, "output": False, "hopper": True},
-    {"D": 256},
     {"D": 128, "fields": {"block": "1xD"}},
     {"D": 64, "fields": {"block": "1xD"}},
     {"D": 96, "window": 64, "softcap": 20.0},
