@@ -17,6 +17,7 @@ the new context. ``final/`` loads with plain Transformers at the new length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pretrain import run
 from train_data import load_text, load_tokenizer
@@ -99,7 +100,9 @@ def main(argv: list[str] | None = None) -> dict:
     try:
         changes = longer(AutoConfig.from_pretrained(o.model), o)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"extend_context: {error}") from error
+        here = Path(o.model).exists()
+        what = "" if here else f"model {o.model!r} is no folder here; as a name of the hub: "
+        raise SystemExit(f"extend_context: {what}{error}") from error
     context = changes["max_position_embeddings"]
     o.seq_len = o.seq_len or context
     if o.seq_len > context:

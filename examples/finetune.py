@@ -170,6 +170,7 @@ def main(argv: list[str] | None = None) -> dict:
     numbers = run(o, accelerator, model, tokenizer, sampler, held_out)
     if o.lora_rank and o.merge and accelerator.is_main_process:
         save_merged(o, tokenizer)
+        print(f"Written: {Path(o.output) / 'merged'}")
     return numbers
 
 

@@ -48,7 +48,8 @@ def load_examples(o: Options) -> Dataset | IterableDataset:
     except StopIteration as error:
         raise SystemExit(f"data {o.data!r}: it is empty.") from error
     except (OSError, ValueError, DatasetsError) as error:
-        raise SystemExit(f"data {o.data!r}: {error.__cause__ or error}") from error
+        what = "" if path.exists() else "no such file or folder here; as a name of the hub: "
+        raise SystemExit(f"data {o.data!r}: {what}{error.__cause__ or error}") from error
 
 
 def standard_library(o: Options) -> list[str]:

@@ -157,8 +157,8 @@ class AttentionRecipe(_Recipe):
     delta: str = "matched"
     """``matched``: Σ P∘dP̂ / Σ P from the backward's own operands. ``stale``: rowsum(dO∘O) with
     BF16 O. ``dequantized``: rowsum(dÔ∘O). ``forward``: the same from an O whose P the forward cast as
-    two FP8 terms, so that O nearly is P V̂: close to matched, for one product more in the forward and two
-    fewer in the backward, which keeps O. Not with ``mx``."""
+    two FP8 terms, so that O nearly is P V̂: close to matched, for one product more in the forward and one
+    fewer in the backward (two where the matched δ takes a pass of its own). Not with ``mx``."""
 
     do_format: str = "e4m3"
     """Format of dO: ``e4m3`` or ``e5m2``."""

@@ -172,6 +172,11 @@ def test_extension_that_cannot_be(base: Path, tmp_path: Path, capsys) -> None:
     scaled = AutoConfig.from_pretrained(base)
     scaled.rope_parameters = {**scaled.rope_parameters, "rope_type": "linear", "factor": 2.0}
     scaled.save_pretrained(tmp_path / "scaled")
+    nowhere = config(
+        tmp_path / "n.yaml", model=tmp_path / "none/of/it", output=tmp_path / "run", arm="mp"
+    )
+    with pytest.raises(SystemExit, match="none/of/it' is no folder here; as a name of the hub: "):
+        extend_context.main(nowhere)
     with pytest.raises(SystemExit, match="its RoPE is scaled already .linear."):
         extend_context.main(["--model", str(tmp_path / "scaled"), "--tracker", "none"])
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "gpt2")

@@ -115,6 +115,20 @@ def test_data(content: str, words: str, tmp_path) -> None:
         train_data.load_text(o, ByT5Tokenizer(extra_ids=0))
 
 
+def test_data_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither here nor a name of the hub (which is not asked)."""
+
+    def nowhere(*args, **kwargs):
+        raise FileNotFoundError("no such data set")
+
+    monkeypatch.setattr(train_data, "load_dataset", nowhere)
+    o = Options(model="x", data="none/such.jsonl", seq_len=16, held_out=0)
+    with pytest.raises(
+        SystemExit, match="no such file or folder here; as a name of the hub: no such data"
+    ):
+        train_data.load_text(o, ByT5Tokenizer(extra_ids=0))
+
+
 @pytest.mark.parametrize(
     "messages",
     [3, "hi", [3], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}]],

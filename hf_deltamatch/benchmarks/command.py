@@ -59,7 +59,8 @@ def add_parser(commands) -> None:
         "--arm",
         action="append",
         metavar="NAME",
-        help="fp8, fp8-gated, fp8-attention or fp8-linears; may be repeated (default: fp8), beside bf16",
+        help="fp8 (attention and linears, feed-forwards of one op), fp8-gated (only their product and last "
+        "linear in one), fp8-attention or fp8-linears; may be repeated (default: fp8), beside bf16",
     )
     step.add_argument(
         "--weights",

@@ -86,7 +86,7 @@ class DeltaMatchLM(HFLM):
             if not isinstance(pretrained, str) or Path(pretrained).exists():
                 raise
             raise OSError(
-                f"hf-deltamatch: pretrained={pretrained!r} is no folder here; as a name of the hub: {error}"
+                f"pretrained={pretrained!r} is no folder here; as a name of the hub: {error}"
             ) from error
         if isinstance(pretrained, str) and kwargs.get("tp_plan") is None:
             self._share_documents()

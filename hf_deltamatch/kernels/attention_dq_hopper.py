@@ -2,7 +2,8 @@ r"""The matched δ, and dQ, on Hopper: the arithmetic of :mod:`attention_dq`, in
 
 Two warpgroups of 64 queries share the key tiles that a producer warp brings in by TMA, so that one
 multiplies while the other exponentiates. All passes are one kernel with switches, as there, and the
-numbers are those of the plain kernel: same tiles, same order, same instructions.
+numbers are those of the plain kernel: same tiles, same order, same instructions. (In one pass W is in units
+of the latest descale here, of the largest there.)
 
 For ``128xD``, without a boolean mask, at head dimensions 65 to 128, dO in E4M3, without the row-sum
 projection. Compared with the plain kernel and the reference on a GPU.

@@ -236,7 +236,7 @@ def _quantize_do_kernel(
     BLOCK_DV: tl.constexpr, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """One slot of one head of dO with its transposed copy, and what else a row of it decides:
-    ``lse2`` and, of the unmatched rules (``o`` given), ``delta`` and ``delta − dlse``."""
+    ``lse2`` and, where ``o`` is given, ``delta`` and ``delta − dlse``."""
     PACKED: tl.constexpr = cu_ptr is not None
     pid = tl.program_id(0)
     bh = pid // slots

@@ -75,7 +75,7 @@ def plot(folders: list[Path], output: Path) -> list[str]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(
-                f"plot: there is no folder {folder}; name the output folder of a training run."
+                f"there is no folder {folder}; name the output folder of a training run."
             )
         rows = read_metrics(folder / "metrics.jsonl")
         if not rows:
