@@ -79,7 +79,16 @@ def test_delta_is_exact_whatever_the_sweep_starts_from(name: str, estimate: str)
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 2, 0.5), (1, 100, 1e-2), (1e-20, 1, 0), (0, 1e-20, 1e-12), (1e-9, 30, 1), (1, 1e-9, 30)],
+    [
+        (1, 2, 0.5),
+        (1, 100, 1e-2),
+        (1e-20, 1, 0),
+        (0, 1e-20, 1e-12),
+        (1e-9, 30, 1),
+        (1, 1e-9, 30),
+        (1e-30, 64, 1),
+        (1e-38, 1, 1e-34),
+    ],
 )
 def test_keys_of_any_size(sizes: tuple[float, ...]) -> None:
     """Tiles of K of sizes far apart, some of them zero: W in units of the largest descale where all are near,
@@ -133,3 +142,11 @@ def test_the_output_is_kept_where_it_is_read(D: int, block: str) -> None:
             *leaves, is_causal=True, recipe=call.options["recipe"], backend="triton"
         )
     assert (o.data_ptr() in kept) is ((D, block) == (64, "128xD"))
+
+
+def test_logits_that_round_away_stay_numbers() -> None:
+    """Above 2²⁴ a unit in the last place of lse is 2, and P may come out as more than 1."""
+    call = make_call(S)
+    call.q.mul_(2000.0)
+    call.k.mul_(2000.0)
+    assert through_kernels(call)[1].dq.isfinite().all()

@@ -16,8 +16,8 @@ place of the fold; see ``attention_mx``. Reference: ``reference.attention_bwd``.
 
 δ is exact whatever z is; the nearer z, the less W has to do, so W may be coarse: P is cast to E5M2,
 times 2¹⁵ (P ≤ 1, and E5M2 reaches down to 2⁻³¹ so), and W adds up in the tensor cores, in units of
-K's latest descale. ``FIXED_UNIT``: in units of K's largest, what another tile's descale is less goes
-into P; that saves the multiplication of W.
+K's latest descale (see ``unit_of``). ``FIXED_UNIT``: in units of K's largest, what another tile's descale is
+less goes into P; that saves the multiplication of W.
 """
 
 from __future__ import annotations
@@ -54,8 +54,15 @@ LOWER = tl.constexpr(2.0**-15)
 
 
 @triton.jit
+def unit_of(own, top):
+    """Unit of W from a tile of descale ``own`` on, where ``top`` is the largest descale so far: its own, or
+    2⁻⁸⁰ of the largest, or W would overflow. What is smaller than that counts for as little."""
+    return tl.maximum(own, top * 2.0**-80)
+
+
+@triton.jit
 def _dq_tile(
-    n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    n, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
     k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
     mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys, k_base,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -71,10 +78,10 @@ def _dq_tile(
             CAUSAL, WINDOW, MASK, SOFTCAP, MASKED, DELTA, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N,
             SOFT_CAST,
         )  # fmt: skip
-        return acc, key, unit, sum_a, sum_b, leak
+        return acc, key, unit, top, sum_a, sum_b, leak
     else:
         return _dq_tile_fp8(
-            n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+            n, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
             k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset,
             window, mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys,
             k_base,
@@ -85,7 +92,7 @@ def _dq_tile(
 
 @triton.jit
 def _dq_tile_fp8(
-    n, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
+    n, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted, k_desc, v_desc, kt_desc,
     k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot, offs_m, Tq, Tk, offset, window,
     mask_ptr, stride_mq, stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, T_keys, k_base,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -109,8 +116,8 @@ def _dq_tile_fp8(
         if ONE_PASS:
             lower = LOWER
             own = tl.where(k_tile == k_tile, k_tile, unit)
-            change = unit * reciprocal(own, SOFT_CAST)
             if FIXED_UNIT:
+                change = unit * reciprocal(own, SOFT_CAST)
                 lower = LOWER * change
                 lse2 += tl.log2(change)
                 shifted *= change
@@ -187,20 +194,23 @@ def _dq_tile_fp8(
         kt = kt_desc.load([kt_row, (k_slot + start // 128) * 128 + start % 128])
         if ONE_PASS:
             if not FIXED_UNIT:
-                key *= change
-                unit = own
+                top = tl.maximum(top, nan_to_zero(k_tile))
+                own_unit = unit_of(own, top)
+                key *= unit * reciprocal(own_unit, SOFT_CAST)
+                unit = own_unit
+                p *= own * reciprocal(own_unit, SOFT_CAST)
             key = tl.dot(regroup_rows(cast_e5m2(p, SOFT_CAST)), kt.T, key)
         acc += tl.dot(regroup_rows(cast), kt.T) * back[:, None]
-    return acc, key, unit, sum_a, sum_b, leak
+    return acc, key, unit, top, sum_a, sum_b, leak
 
 
 @triton.jit
-def _largest_descale(k_descale_ptr, lo, hi, BLOCK_N: tl.constexpr):
-    """Largest descale of K's tiles ``lo … hi − 1``, and whether the smallest is within 2⁻⁸ of it, so that P
-    keeps its precision beside it in E5M2. NaN (a poisoned tile holds zeros) is passed over."""
+def _largest_descale(k_descale_ptr, lo, hi, top, BLOCK_N: tl.constexpr):
+    """The largest of ``top`` and the descales of K's tiles ``lo … hi − 1``, and whether the smallest is within
+    2⁻⁸ of it, so that P keeps its precision in E5M2. NaN (a poisoned tile holds zeros) is passed over."""
     first = lo * BLOCK_N // 128
     end = (hi * BLOCK_N + 127) // 128
-    largest = 0.0
+    largest = top
     smallest = float("inf")
     for slot in range(first, end, 128):
         at = slot + tl.arange(0, 128)
@@ -288,6 +298,7 @@ def _attention_bwd_dq_kernel(
     sum_b = tl.zeros([BLOCK_M], SUMS)
     leak = tl.zeros([BLOCK_M], tl.float32)
     unit = 1.0
+    top = 0.0
     key = leak
     if ONE_PASS:
         # An estimate that is no number would stay in what it is taken out of again.
@@ -296,8 +307,8 @@ def _attention_bwd_dq_kernel(
         lse2 -= 15.0
         key = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in tl.range(0, hi - full_hi, num_stages=STAGES):
-        acc, key, unit, sum_a, sum_b, leak = _dq_tile(
-            hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted,
+        acc, key, unit, top, sum_a, sum_b, leak = _dq_tile(
+            hi - 1 - i, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2, shifted,
             k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row, kt_row, k_slot,
             offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk, softmax_scale,
             softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE, True, DELTA,
@@ -306,14 +317,14 @@ def _attention_bwd_dq_kernel(
     if MASK == 0:
         inner = full_hi - full_lo
         if ONE_PASS:
-            largest, fits = _largest_descale(k_descale_ptr, full_lo, full_hi, BLOCK_N)
+            top, fits = _largest_descale(k_descale_ptr, full_lo, full_hi, top, BLOCK_N)
             fixed = tl.where(fits, inner, 0)
             if fixed > 0:
-                key = key * (unit / largest)
-                unit = largest
+                key = key * (unit / top)
+                unit = top
             for i in tl.range(0, fixed, num_stages=STAGES):
-                acc, key, unit, sum_a, sum_b, leak = _dq_tile(
-                    full_hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+                acc, key, unit, top, sum_a, sum_b, leak = _dq_tile(
+                    full_hi - 1 - i, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
                     shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
                     kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq,
                     stride_mk, softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK,
@@ -322,8 +333,8 @@ def _attention_bwd_dq_kernel(
                 )  # fmt: skip
             inner -= fixed
         for i in tl.range(0, inner, num_stages=STAGES):
-            acc, key, unit, sum_a, sum_b, leak = _dq_tile(
-                full_hi - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+            acc, key, unit, top, sum_a, sum_b, leak = _dq_tile(
+                full_hi - 1 - i, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
                 shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
                 kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk,
                 softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE,
@@ -331,8 +342,8 @@ def _attention_bwd_dq_kernel(
             )  # fmt: skip
     if WINDOW:
         for i in tl.range(0, full_lo - lo, num_stages=STAGES):
-            acc, key, unit, sum_a, sum_b, leak = _dq_tile(
-                full_lo - 1 - i, acc, key, unit, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
+            acc, key, unit, top, sum_a, sum_b, leak = _dq_tile(
+                full_lo - 1 - i, acc, key, unit, top, sum_a, sum_b, leak, q, do, q_row, do_row, lse2,
                 shifted, k_desc, v_desc, kt_desc, k_descale_ptr, v_descale_ptr, k_fold_ptr, k_row,
                 kt_row, k_slot, offs_m, q_len, k_len, offset, window, mask_ptr, stride_mq, stride_mk,
                 softmax_scale, softcap, ds_ptr, p_ptr, Tk, k_base, CAUSAL, WINDOW, MASK, SOFTCAP, TILE,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hf_deltamatch.kernels.attention_dq import LOWER
+from hf_deltamatch.kernels.attention_dq import LOWER, unit_of
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.casts import exp2_int, inverse_exp2_int, nan_to_zero, pow2_exponent
 from hf_deltamatch.kernels.geometry import (
@@ -76,7 +76,7 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, t, acc, key, unit, sum_a, sum_b, start, own, rows, lse2, shifted, stages,
+    w: gl.constexpr, t, acc, key, unit, top, sum_a, sum_b, start, own, rows, lse2, shifted, stages,
     pointers, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, MASKED: gl.constexpr, DELTA: gl.constexpr, ONE_PASS: gl.constexpr,
     STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -158,16 +158,19 @@ def _step(
         back = gl.convert_layout(exp2_int(e), by_row, assert_trivial=True) * nan_to_zero(k_tile)
         ds8 = to_operand(ds * inverse_exp2_int(e)[:, None], operand)
         if ONE_PASS:
-            own_unit = gl.where(k_tile == k_tile, k_tile, unit)
-            if own_unit != unit:  # seldom: 2.54 ms without the branch, 2.30 with it
+            own_descale = gl.where(k_tile == k_tile, k_tile, unit)
+            if own_descale != unit:  # seldom: 2.54 ms without the branch, 2.30 with it
+                top = gl.maximum(top, own_descale)
+                own_unit = unit_of(own_descale, top)
                 key = key * (unit / own_unit)
-            unit = own_unit
+                p = p * (own_descale / own_unit)
+                unit = own_unit
             p8 = to_e5m2(p, operand)
             acc, key = add_products(acc, key, ds8, p8, kt_s.index(stage), back)
         else:
             acc = add_product(acc, ds8, kt_s.index(stage), back)
         mbarrier.arrive(empty.index(stage))
-    return acc, key, unit, sum_a, sum_b
+    return acc, key, unit, top, sum_a, sum_b
 
 
 @gluon.jit
@@ -204,7 +207,8 @@ def _consume(
     else:
         shifted = gl.load(shifted_ptr + stat + rows, mask=inside, other=0.0)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
-    unit = 1.0
+    unit = 0.0
+    top = 0.0
     key = sum_a
     if ONE_PASS:
         # An estimate that is no number would stay in what it is taken out of again.
@@ -214,22 +218,22 @@ def _consume(
         key = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
-        acc, key, unit, sum_a, sum_b = _step(
-            w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+        acc, key, unit, top, sum_a, sum_b = _step(
+            w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
             stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, ONE_PASS, STORE_DS,
             BLOCK_D, BLOCK_N, STAGES,
         )  # fmt: skip
     if MASK == 0:
         for t in range(hi - full_hi, hi - full_lo):
-            acc, key, unit, sum_a, sum_b = _step(
-                w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+            acc, key, unit, top, sum_a, sum_b = _step(
+                w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
                 shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA,
                 ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if WINDOW and MASK == 0:
         for t in range(hi - full_lo, hi - lo):
-            acc, key, unit, sum_a, sum_b = _step(
-                w, t, acc, key, unit, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+            acc, key, unit, top, sum_a, sum_b = _step(
+                w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
                 shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA,
                 ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
@@ -374,7 +378,8 @@ def dq_hopper(
     _attention_bwd_dq_hopper_kernel[grid](
         rows_descriptor(q8, ROWS.value, BD), rows_descriptor(do8, ROWS.value, BD),
         rows_descriptor(k8, BN, BD), rows_descriptor(v8, BN, BD), columns_descriptor(kt, BD, BN),
-        dq, delta, shifted, dlse, lse2, *descales, x.sinks, *debug, x.mask_bytes, bounds, x.pack_q.cu, x.pack_k.cu, x.pack_q.segment, *order, x.Hq,
+        dq, delta, shifted, dlse, lse2, *descales, x.sinks, *debug, x.mask_bytes, bounds, x.pack_q.cu,
+        x.pack_k.cu, x.pack_q.segment, *order, x.Hq,
         x.Hq // x.Hkv, x.Tq, x.Tk, x.D, kt.shape[2], x.pack_q.slots, x.pack_k.slots,
         x.softmax_scale, x.softcap or 1.0, x.window or 0, x.mask_heads, lse2.stride(1),
         *dq.stride()[:3], *x.mask_strides[:2], SINKS=x.sinks is not None, DLSE=dlse is not None,

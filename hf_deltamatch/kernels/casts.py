@@ -126,8 +126,9 @@ def cast_fp8_packed(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def cast_e5m2(x, SOFT_CAST: tl.constexpr):
-    """FP32 with ``|x| <= 57344`` to E5M2; NaN stays NaN."""
+    """FP32 to E5M2, saturating from above; NaN stays NaN."""
     if SOFT_CAST:
+        x = tl.where(x > 57344.0, 57344.0, x)
         return _soft_cast(x, 2, -14, 0x7E).to(tl.float8e5, bitcast=True)
     else:
         return x.to(tl.float8e5)

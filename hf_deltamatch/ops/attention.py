@@ -16,7 +16,6 @@ from hf_deltamatch.ops.attention_args import (
     autocast_dtype,
     check_types,
     check_window,
-    distinct,
     number,
     refuse_double_backward,
     refuse_transforms,
@@ -26,6 +25,7 @@ from hf_deltamatch.ops.attention_args import (
 from hf_deltamatch.ops.attention_op import attention_bwd, attention_fwd
 from hf_deltamatch.ops.attention_plain import plain_attention
 from hf_deltamatch.ops.backend import choose, runs_plain
+from hf_deltamatch.ops.saved import distinct, kept
 from hf_deltamatch.recipes import AttentionRecipe
 
 
@@ -42,10 +42,11 @@ class AttentionFunction(torch.autograd.Function):
             q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, softmax_scale, softcap, recipe,
             backend,
         )  # fmt: skip
-        qkv = (q8, k8, v8) if quantize else (q, k, v)
+        qkv = (q8, k8, v8) if quantize else map(kept, (q, k, v))
         ctx.save_for_backward(
-            o if keep_output else None, lse, *qkv, qd, kd, vd, mask, sinks, cu_q, cu_k
-        )
+            kept(o) if keep_output else None, kept(lse) if with_lse else lse, *qkv, qd, kd, vd, mask,
+            sinks, cu_q, cu_k,
+        )  # fmt: skip
         ctx.options = (is_causal, window, softmax_scale, softcap, recipe, backend)
         return (o, lse) if with_lse else o
 

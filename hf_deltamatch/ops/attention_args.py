@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
+from hf_deltamatch.ops.saved import distinct
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.visibility import NO_WINDOW
 
@@ -79,15 +80,6 @@ def refuse_transforms(op: str) -> None:
             "support. Use torch.autograd.grad for gradients, a larger batch instead of vmap, or SDPA "
             "or nn.Linear there."
         )
-
-
-def distinct(first: Tensor, *others: Tensor) -> list[Tensor]:
-    """The same tensors as different objects: torch.compile refuses one tensor given twice to an
-    autograd function (self-attention on one tensor, one ``cu_seqlens`` for q and k)."""
-    out = [first]
-    for x in others:
-        out.append(x.view_as(x) if any(x is seen for seen in out) else x)
-    return out
 
 
 def split_cu_seqlens(

@@ -27,6 +27,7 @@ from hf_deltamatch.ops.linear import (
     linear_fwd,
     saved_shapes,
 )
+from hf_deltamatch.ops.saved import kept
 from hf_deltamatch.recipes import LinearRecipe
 
 
@@ -188,7 +189,7 @@ class ExpertsFunction(torch.autograd.Function):
             x, weight, bias, ends, transposed, save_input and not hp, recipe, backend
         )
         if save_input and hp:
-            saved[0] = x
+            saved[0] = kept(x)
         ctx.save_for_backward(weight, ends, *saved)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.transposed, ctx.options = transposed, (hp, recipe, backend)

@@ -21,6 +21,7 @@ from hf_deltamatch.ops.attention_args import (
 )
 from hf_deltamatch.ops.library import NAMESPACE, define_op
 from hf_deltamatch.ops.linear import cast_and_choose, check_linear, gradients, linear_kernels
+from hf_deltamatch.ops.saved import distinct, kept
 from hf_deltamatch.recipes import LinearRecipe
 
 
@@ -109,7 +110,7 @@ class GatedLinearFunction(torch.autograd.Function):
         leading, n_in = gate.shape[:-1], gate.shape[-1]
         gate, up = gate.reshape(-1, n_in), up.reshape(-1, n_in)
         output = gated_linear_fwd(gate, up, weight, bias, recipe, backend)
-        ctx.save_for_backward(gate, up, weight)
+        ctx.save_for_backward(kept(gate), kept(up), weight)
         ctx.options = recipe, backend, leading, None if bias is None else bias.dtype
         return torch.ops.aten._unsafe_view(output, [*leading, output.shape[1]])
 
@@ -168,4 +169,5 @@ def fp8_gated_linear(
     autocast = autocast_dtype(gate)
     check_linear(what, gate, weight, bias, autocast is not None)
     gate, chosen = cast_and_choose(gate, autocast, recipe, backend)
-    return GatedLinearFunction.apply(gate, up.to(gate.dtype), weight, bias, recipe.encoded, chosen)
+    gate, up, weight = distinct(gate, up.to(gate.dtype), weight)
+    return GatedLinearFunction.apply(gate, up, weight, bias, recipe.encoded, chosen)

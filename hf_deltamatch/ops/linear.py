@@ -23,6 +23,7 @@ from hf_deltamatch.ops.attention_args import (
 )
 from hf_deltamatch.ops.backend import choose, refuse_unsupported
 from hf_deltamatch.ops.library import NAMESPACE, define_op
+from hf_deltamatch.ops.saved import distinct, kept
 from hf_deltamatch.recipes import LinearRecipe
 
 
@@ -236,7 +237,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             output, x_fp8, x_descale = linear_fwd(x, weight, bias, save_fp8, recipe, backend)
         if save_input and hp:
-            ctx.save_for_backward(weight, x)
+            ctx.save_for_backward(weight, kept(x))
         else:
             ctx.save_for_backward(weight, x_fp8, x_descale)
         ctx.options = hp, recipe, backend, None if bias is None else bias.dtype
@@ -300,6 +301,7 @@ def fp8_linear(
     x, chosen = cast_and_choose(x, autocast, recipe, backend)
     # Asked here: inside the Function gradients are always off.
     save_input = torch.is_grad_enabled() and weight.requires_grad
+    x, weight = distinct(x, weight)
     return LinearFunction.apply(
         x, weight, bias, save_input, recipe.grad_weight_hp, recipe.encoded, chosen
     )

@@ -27,6 +27,7 @@ from hf_deltamatch.ops.linear import (
     linear_kernels,
     saved_shapes,
 )
+from hf_deltamatch.ops.saved import distinct
 from hf_deltamatch.recipes import LinearRecipe
 
 
@@ -257,4 +258,5 @@ def fp8_swiglu(
         )
     x, chosen = cast_and_choose(x, autocast, recipe, backend)
     save_input = torch.is_grad_enabled() and (w_gate.requires_grad or w_up.requires_grad)
-    return SwigluFunction.apply(x, w_gate, w_up, w_down, save_input, recipe.encoded, chosen)
+    tensors = distinct(x, w_gate, w_up, w_down)
+    return SwigluFunction.apply(*tensors, save_input, recipe.encoded, chosen)
