@@ -242,6 +242,9 @@ class AttentionRecipe(_Recipe):
             f"  6 bwd  dQ = dS K    dS {row}, K {tok}",
             f"  7 bwd  dK = dSᵀ Q   dS {col}, Q {tok}",
         ]
+        if (self.delta, self.block, self.project_row_sum) == ("matched", "128xD", False):
+            sweep = "    bwd  kernels to D 128: dQ = (P ∘ (dP − z)) K − (δ − z)(P K) in the sweep that finds δ,"
+            lines[-1:-1] = [sweep, "         z = rowsum(dÔ ∘ O), P of P K E5M2[2^15]"]
         if self.project_row_sum:
             lines.append("    bwd  dQ −= (rowsum(dŜ) − rowsum(dS)) · mean key")
         return "\n".join(lines)

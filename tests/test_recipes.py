@@ -311,6 +311,12 @@ def test_attention_str_delta_and_projection() -> None:
     assert "δ = rowsum(dÔ ∘ O)" in shown["forward"] and "nearly matched" in shown["forward"]
     terms = "P E4M3[2^8 after the running max] + E4M3[2^5 x what is left], V"
     assert [d for d, text in shown.items() if terms in text] == ["forward"]
+    others = {
+        n: str(AttentionRecipe(**{n: v})) for n, v in (("block", "1xD"), ("project_row_sum", True))
+    }
+    assert [d for d, text in (shown | others).items() if "P of P K E5M2[2^15]" in text] == [
+        "matched"
+    ]
     assert all("mean key" not in text for text in shown.values())
     assert "mean key" in str(AttentionRecipe(project_row_sum=True))
     assert "high precision" in str(AttentionRecipe(quantize=False))
