@@ -150,3 +150,20 @@ def test_logits_that_round_away_stay_numbers() -> None:
     call.q.mul_(2000.0)
     call.k.mul_(2000.0)
     assert through_kernels(call)[1].dq.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "fields", [{}, dict(block="1xD"), dict(delta="stale"), dict(block="mx")], ids=str
+)
+def test_a_gradient_of_lse_that_is_no_number_stays_one(fields: dict, value: float) -> None:
+    """In the row that it belongs to, in dS of both kernels: of an infinite dS a cast would make 448."""
+    call = make_call(S._replace(Tq=70, Tk=70), dlse=True, fields=fields)
+    call.dlse[:, 0, 50] = value
+    bwd = through_kernels(call, store_ds=True)[1]
+    assert bwd.dq[:, 1].isfinite().all()
+    assert bwd.dq[:, 0, :50].isfinite().all() and bwd.dq[:, 0, 51:].isfinite().all()
+    for ds in bwd.ds:
+        assert ds[:, 0, 50, :51].isnan().all() and ds[:, 1].isfinite().all()
+    if ON_GPU:  # the interpreter's products of FP8 lose it
+        assert bwd.dq[:, 0, 50].isnan().all() and bwd.dk[:, 0, :51].isnan().all()

@@ -90,6 +90,11 @@ def _like_bthd(B: int, H: int, T: int, D: int, dtype: torch.dtype, device) -> Te
     return torch.empty(B, T, H, D, dtype=dtype, device=device).transpose(1, 2)
 
 
+def finite_or_nan(dlse: Tensor | None) -> Tensor | None:
+    """Contiguous. An infinite gradient of lse makes dS infinite, and a cast to FP8 a number of that."""
+    return None if dlse is None else torch.where(dlse.isfinite(), dlse, torch.nan).contiguous()
+
+
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, x: Problem) -> Forward:
     """Quantise q, k, v (any strides) and attend. ``q.dtype`` is the dtype of the output."""
     o = _like_bthd(x.B, x.Hq, x.Tq, x.Dv, q.dtype, q.device)
@@ -170,7 +175,7 @@ def attention_bwd(
         return Backward(dq, dk, dv, dsinks, delta, sums, ds, ds_sink)
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     qd, kd, vd = saved.q_descale, saved.k_descale, saved.v_descale
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = finite_or_nan(dlse)
     do8, dod, do_t, do_fold, lse2, shifted = quantize_do(do, saved.o, saved.lse, dlse, delta, x)
     qt, q_fold, kt, k_fold = transpose_qk(q8, qd, k8, kd, x)
     BD, BDV = x.BLOCK_D, x.BLOCK_DV
@@ -228,9 +233,8 @@ def attention_bwd(
         rows_pass("one_pass")
         if store_ds:
             # The sweep stored P (dP − z), as it knows δ at its end only.
-            off = torch.where(
-                estimate.isfinite(), delta - estimate, delta if dlse is None else delta - dlse
-            )
+            z, end = (d if dlse is None else d - dlse for d in (estimate, delta))
+            off = end - torch.where(z.isfinite(), z, 0.0)
             ds[0].sub_(off[..., None] * p)
         if row_sums:
             rows_pass("dq", store=False, sums=sums, dq=torch.empty_like(dq))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_deltamatch.kernels import attention_config as config
-from hf_deltamatch.kernels.attention import Forward, _columns, _rows, _whole_rows
+from hf_deltamatch.kernels.attention import Forward, _columns, _rows, _whole_rows, finite_or_nan
 from hf_deltamatch.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from hf_deltamatch.kernels.attention_dq import _attention_bwd_dq_kernel
 from hf_deltamatch.kernels.attention_fwd import _attention_fwd_kernel
@@ -74,7 +74,7 @@ def backward(
     q8, k8, v8 = (_whole_rows(t) for t in (saved.q_fp8, saved.k_fp8, saved.v_fp8))
     q_codes, k_codes = (_whole_codes(t, x.D) for t in (saved.q_descale, saved.k_descale))
     v_codes = _whole_codes(saved.v_descale, x.Dv)
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = finite_or_nan(dlse)
     do8, do_codes, (do_t, do_t_codes, do_fold), lse2, shifted = quantize_do_mx(
         do, saved.o, saved.lse, dlse, delta, x
     )
