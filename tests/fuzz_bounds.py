@@ -154,6 +154,11 @@ def attention_bounds(
     edq = product_error(ds, eds + cast, k, ek) + lost + Tk * TINY * (512 + kk)
     if recipe.project_row_sum:
         leak = (cast + F32 * Tk * dd).sum(-1, keepdim=True)
+        if recipe.block == "1xD":
+            # dS times a key's descale is cast: beside a large key, all of a small one's dS may be lost.
+            size_k = k.abs().amax(-1)[..., None, :].clamp_min(TINY)
+            gone = 4 * flush * _top(dd * size_k, -1) / size_k
+            leak = leak + torch.minimum(dd, gone).sum(-1, keepdim=True)
         edq = edq + leak * 2 * kk + lost * 2
     dq = ds @ k
     lost = flush * Tq * _top(dd, -2) * _top(q, -2, -1)

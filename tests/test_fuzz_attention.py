@@ -74,7 +74,8 @@ def check_attention(case: Attention, backend: str | None) -> None:
         dlse = dlse.double() if case.dtype == torch.float64 else dlse
     if case.sinks is not None:
         sinks = case.sinks * torch.randn(H, generator=g)
-    clean = {n: t.double() for n, t in x.items()}
+    # Copies: an expanded tensor holds one batch for all, and FP64 would stay the same tensor.
+    clean = {n: t.double().clone(memory_format=torch.contiguous_format) for n, t in x.items()}
     tokens = {n: torch.zeros(t.shape[:3], dtype=torch.bool) for n, t in x.items()}
     reach = {n: t.clone() for n, t in tokens.items()}
     if case.bad is not None and x[case.bad[0]].numel():
