@@ -22,6 +22,10 @@ P_REST_CAST_LOG2 = 5
 """What that cast leaves of ``P · 2**8`` is at most 8 (half a unit of E4M3 below 256); a second term is
 cast as ``rest · 2**5``, again at most 256. One power more would saturate."""
 
+P_SWEEP_CAST_LOG2 = 15
+"""P beside a dS that starts from an estimate of δ is cast to E5M2 as ``P · 2**15``: at most 32768, below
+57344, and 2⁻³¹ is not lost."""
+
 TOKENS_PER_TILE = 128
 """Tokens that share one descale under the ``128xD`` block, and the default kernel tile."""
 

@@ -244,7 +244,8 @@ class AttentionRecipe(_Recipe):
         ]
         if (self.delta, self.block, self.project_row_sum) == ("matched", "128xD", False):
             sweep = "    bwd  kernels to D 128: dQ = (P ∘ (dP − z)) K − (δ − z)(P K) in the sweep that finds δ,"
-            lines[-1:-1] = [sweep, "         z = rowsum(dÔ ∘ O), P of P K E5M2[2^15]"]
+            power = formats.P_SWEEP_CAST_LOG2
+            lines[-1:-1] = [sweep, f"         z = rowsum(dÔ ∘ O), P of P K E5M2[2^{power}]"]
         if self.project_row_sum:
             lines.append("    bwd  dQ −= (rowsum(dŜ) − rowsum(dS)) · mean key")
         return "\n".join(lines)

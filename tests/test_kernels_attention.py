@@ -35,6 +35,7 @@ from kernel_cases import (  # noqa: E402
 
 from hf_deltamatch.kernels import attention_config  # noqa: E402
 from hf_deltamatch.ops import attention_kernels  # noqa: E402
+from hf_deltamatch.reference.operands import has_tile_descales  # noqa: E402
 from hf_deltamatch.testing import row_sum_residual  # noqa: E402
 
 pytestmark = pytest.mark.interpreted
@@ -146,9 +147,8 @@ def test_kernels_equal_the_reference(name: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(attention_config, "has_one_pass", lambda *_, tile: False)
     shape, options = CASES[name]
     call = make_call(shape, **options)
-    one_pass = attention_config.has_one_pass(
-        call.options["recipe"], shape.D, shape.Dv, tile=name != "bool"
-    )
+    tile = has_tile_descales(call.options["recipe"], call.options["mask"])
+    one_pass = attention_config.has_one_pass(call.options["recipe"], shape.D, shape.Dv, tile=tile)
     fwd, bwd = through_kernels(call, store_ds=True, row_sums=True)
     ref_fwd, ref_bwd = through_reference(call)
     for field, a, b in zip(FWD, fwd, ref_fwd, strict=True):

@@ -118,7 +118,7 @@ def launches(case: dict) -> int:
     if not case.get("attention", True):
         return 0
     recipe = AttentionRecipe.from_name("delta_matching", **case.get("fields", {}))
-    tile = case.get("mask") != "bool"
+    tile = recipe.block == "128xD" and case.get("mask") != "bool"
     heads = case["D"], case.get("Dv", case["D"])
     one_pass = case.get("output", True) and has_one_pass(recipe, *heads, tile=tile)
     return 4 - (recipe.delta != "matched" or one_pass)

@@ -171,7 +171,8 @@ def tile_bounds(Tq: int, Tk: int, window: int, c: config.Config, by_key: bool) -
 
 def used_configs(D: int) -> list[tuple[config.Config, bool]]:
     """Tiles of every pass, and whether it loops over queries."""
-    rows = [f(D, D, DEVICE) for f in (config.fwd_config, config.delta_config, config.dq_config)]
+    passes = (config.fwd_config, config.delta_config, config.dq_config, config.one_pass_config)
+    rows = [f(D, D, DEVICE) for f in passes]
     return [(c, False) for c in rows] + [(c, True) for c, _, _ in config.dkdv_configs(D, D, DEVICE)]
 
 

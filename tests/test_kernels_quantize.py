@@ -174,7 +174,7 @@ def check(c: Call, finite: bool = True) -> None:
     expected = torch.where(dead | zero, INF, lse * 1.4426950408889634)
     torch.testing.assert_close(lse2, expected, rtol=1e-6, atol=1e-7)
     rule = c.options["recipe"].delta
-    if rule == "matched":
+    if rule == "matched" and not x.one_pass:
         return
     do = c.do.double() if rule == "stale" else do8[..., : x.Dv].double() * dod[..., None].double()
     expected = (do * o.bfloat16().double()).sum(-1).masked_fill(dead, 0.0)

@@ -254,7 +254,7 @@ def attention_bwd(
     else:
         configs = config.dkdv_configs(BD, BDV, x.device, tile=x.tile)
     for c, wants_dk, wants_dv in configs:
-        grid, order = x.programs(c.BLOCK_N, 0, by_key=True)
+        grid, order = x.programs(c.BLOCK_N, by_key=True)
         _attention_bwd_dkdv_kernel[grid](
             q8, do8, qt, do_t, k8, v8, dk, dv, lse2, shifted, qd, dod, kd, vd, q_fold, do_fold,
             None if ds is None else ds[1], x.mask_bytes, key_bounds, x.pack_q.cu, x.pack_k.cu,

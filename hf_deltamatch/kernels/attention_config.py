@@ -4,10 +4,10 @@ Measured on one H200, ms; versions in ``examples/benchmarks/NOTES.md``, and ``te
 others. B4 H16 T8192 D128 causal: forward 64×128×4 warps with 2 stages 1.30, 3 stages 10 % slower, 64×64 22 %,
 128×128×8 1.96; δ 64×128 with 3 stages 1.14 (2 stages 1.40, 64×64 1.17); dQ 64×128 with 2 stages 1.92 (64×64
 1.89); both in one pass, 64×64 with 3 stages 2.57 (2 stages 2.76), in Gluon 2.29; dK/dV 64×64×4 3.63 (32×64 6.5;
-3 stages one program per multiprocessor), in Gluon 2.82. One launch each for dK and dV did not pay. D64 (B4 H32), where fewer registers let another program run: forward
-1.92 (2.04 without that), δ 1.73 (1.93), dQ 2.67 (2.94), both in one pass 64×128 with 3 stages 3.49 (2 stages
-3.63, 64×64 4.2), dK/dV 64×64 with 168 registers 4.41, which is less than
-in Gluon (4.7; 128×64 5.2). D256 (B2 H8): forward 1.00, δ 64×64×4 0.65 (128×64×8 0.71), dQ 64×128×8 1.62 (64×64×4
+3 stages one program per multiprocessor), in Gluon 2.82. One launch each for dK and dV did not pay. D64 (B4 H32),
+where fewer registers let another program run: forward 1.92 (2.04 without that), δ 1.73 (1.93), dQ 2.67 (2.94), both
+in one pass 64×128 with 3 stages 3.49 (2 stages 3.63, 64×64 4.2), dK/dV 64×64 with 168 registers 4.41, which is less
+than in Gluon (4.7; 128×64 5.2). D256 (B2 H8): forward 1.00, δ 64×64×4 0.65 (128×64×8 0.71), dQ 64×128×8 1.62 (64×64×4
 2.23), dK/dV 64×64×8 3.65 (32×64×8 4.8).
 """
 
@@ -91,9 +91,8 @@ def dq_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device, *, tile: bool =
 def has_one_pass(recipe: AttentionRecipe, D: int, Dv: int, *, tile: bool) -> bool:
     """True where the matched δ and dQ come from one sweep over the keys, which reads the output for an
     estimate of δ. D256 has no registers for a second accumulator."""
-    if recipe.delta != "matched" or recipe.project_row_sum or recipe.block != "128xD":
-        return False
-    return tile and max(D, Dv) <= 128
+    matched = recipe.delta == "matched" and not recipe.project_row_sum
+    return tile and matched and max(D, Dv) <= 128
 
 
 def one_pass_config(BLOCK_D: int, BLOCK_DV: int, device: torch.device) -> Config:

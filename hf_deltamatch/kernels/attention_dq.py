@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_deltamatch.formats import P_SWEEP_CAST_LOG2
 from hf_deltamatch.kernels.attention_mx import dq_tile_mx
 from hf_deltamatch.kernels.casts import (
     cast_and_rest,
@@ -50,7 +51,8 @@ from hf_deltamatch.kernels.geometry import (
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 from hf_deltamatch.kernels.quantize_mx import row_codes
 
-LOWER = tl.constexpr(2.0**-15)
+LIFT = tl.constexpr(float(P_SWEEP_CAST_LOG2))
+LOWER = tl.constexpr(2.0**-P_SWEEP_CAST_LOG2)
 
 
 @triton.jit
@@ -304,7 +306,7 @@ def _attention_bwd_dq_kernel(
         # An estimate that is no number would stay in what it is taken out of again.
         z = tl.where(tl.abs(shifted) < float("inf"), shifted, 0.0)
         shifted = z * LOWER
-        lse2 -= 15.0
+        lse2 -= LIFT
         key = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in tl.range(0, hi - full_hi, num_stages=STAGES):
         acc, key, unit, top, sum_a, sum_b, leak = _dq_tile(
@@ -350,7 +352,7 @@ def _attention_bwd_dq_kernel(
                 True, DELTA, ONE_PASS, PROJECT, ROW_SUMS, STORE_DS, BLOCK_N, SOFT_CAST, MX,
             )  # fmt: skip
     if ONE_PASS:
-        lse2 += 15.0
+        lse2 += LIFT
         sum_a += z * sum_b
     if DELTA or ONE_PASS:
         if SINKS:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hf_deltamatch.kernels.attention_dq import LOWER, unit_of
+from hf_deltamatch.kernels.attention_dq import LIFT, LOWER, unit_of
 from hf_deltamatch.kernels.attention_problem import Problem
 from hf_deltamatch.kernels.casts import exp2_int, inverse_exp2_int, nan_to_zero, pow2_exponent
 from hf_deltamatch.kernels.geometry import (
@@ -38,7 +38,6 @@ from hf_deltamatch.kernels.hopper import (
     columns_descriptor,
     rows_descriptor,
     store_rows,
-    to_e5m2,
     to_operand,
     turn_barriers,
 )
@@ -165,7 +164,7 @@ def _step(
                 key = key * (unit / own_unit)
                 p = p * (own_descale / own_unit)
                 unit = own_unit
-            p8 = to_e5m2(p, operand)
+            p8 = to_operand(p, operand, True)
             acc, key = add_products(acc, key, ds8, p8, kt_s.index(stage), back)
         else:
             acc = add_product(acc, ds8, kt_s.index(stage), back)
@@ -214,7 +213,7 @@ def _consume(
         # An estimate that is no number would stay in what it is taken out of again.
         z = gl.where(gl.abs(shifted) < float("inf"), shifted, 0.0)
         shifted = z * LOWER
-        lse2 -= 15.0
+        lse2 -= LIFT
         key = gl.zeros([ROWS, BLOCK_D], gl.float32, grads)
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
@@ -238,7 +237,7 @@ def _consume(
                 ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if ONE_PASS:
-        lse2 += 15.0
+        lse2 += LIFT
         sum_b *= LOWER
         sum_a += z * sum_b
     if DELTA or ONE_PASS:

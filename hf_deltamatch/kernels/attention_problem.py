@@ -42,8 +42,8 @@ class Problem:
     """Shapes, visibility and recipe of one call, in the words of the kernels.
 
     Attributes beside the arguments: ``tile`` (one descale per tile; a boolean mask may cut tiles, so
-    there every token has its own), ``one_pass`` (δ and dQ of one sweep), ``pow2``, ``mask_kind`` (0 none, 1 compact, 2 boolean),
-    ``mask_bytes`` (``[B, H|1, Tq, Tk]``, or contiguous compact rows) with ``mask_heads`` and
+    there every token has its own), ``one_pass`` (δ and dQ of one sweep), ``pow2``, ``mask_kind`` (0 none,
+    1 compact, 2 boolean), ``mask_bytes`` (``[B, H|1, Tq, Tk]``, or contiguous compact rows) with ``mask_heads`` and
     ``mask_strides``, ``pack_q`` and ``pack_k``, ``segments``, ``BLOCK_D`` and ``BLOCK_DV``, and
     ``cuts`` of queries and keys.
     """
@@ -111,10 +111,11 @@ class Problem:
         return out
 
     def programs(
-        self, block: int, residents: int, *, by_key: bool = False
+        self, block: int, residents: int | None = None, *, by_key: bool = False
     ) -> tuple[tuple[int], tuple[int, int]]:
         """Grid of a kernel with a program for ``block`` queries of a query head, or keys of a key head, and what
-        ``geometry.own_program`` takes. ``residents``: programs of it that a multiprocessor holds."""
+        ``geometry.own_program`` takes. ``residents``: programs of it that a multiprocessor holds, where some
+        heads at once are faster than one after another."""
         T, pack, heads = (
             (self.Tk, self.pack_k, self.Hkv) if by_key else (self.Tq, self.pack_q, self.Hq)
         )
@@ -122,11 +123,12 @@ class Problem:
         heads *= self.B
         return (tiles * heads,), (self.heads_at_once(tiles, heads, residents), tiles)
 
-    def heads_at_once(self, tiles: int, heads: int, residents: int) -> int:
+    def heads_at_once(self, tiles: int, heads: int, residents: int | None) -> int:
         """Causal heads whose programs are twice what the device holds, as one head's longest program is twice as
         long as the mean. Started head by head, the longest ones of the last head would run on when all others
         have ended."""
-        if self.window is not None or not (self.is_causal or self.mask_kind):
+        causal = self.window is None and (self.is_causal or self.mask_kind)
+        if residents is None or not causal:
             return 1
         return max(1, min(heads, 2 * residents * multiprocessors(self.device) // tiles))
 

@@ -23,8 +23,8 @@ def row_lse2(lse, fold, DLSE: tl.constexpr):
 
 @triton.jit
 def row_delta(do, o, lse):
-    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16; 0 where a row sees nothing. The last
-    axis of ``do`` and ``o`` holds the features."""
+    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16; 0
+    where a row sees nothing. The last axis of ``do`` and ``o`` holds the features."""
     delta = tl.sum(do * round_bf16(o.to(tl.float32)), len(do.shape) - 1)
     return tl.where(lse == float("-inf"), 0.0, delta)
 
@@ -34,8 +34,8 @@ def store_row_statistics(
     do, lse, fold, offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr, shifted_ptr, Dv,
     stride_ot, stride_od,
 ):  # fmt: skip
-    """``lse2`` and, where ``o`` is given (unmatched rules, and as an estimate), ``delta`` and ``delta − dlse`` of rows of
-    ``do``, whose last axis holds the features. ``row`` and ``stat``: where the rows lie in plain
+    """``lse2`` and, where ``o`` is given (unmatched rules, and as an estimate), ``delta`` and ``delta − dlse``
+    of rows of ``do``, whose last axis holds the features. ``row`` and ``stat``: where the rows lie in plain
     tensors and in slots; ``o_ptr`` points at the first row that ``offs_t`` counts from."""
     tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hf_deltamatch.kernels.casts import FOUR_TO_E4M3, FOUR_TO_E5M2, regroup_rows
+from hf_deltamatch.kernels.casts import cast_fp8_packed, regroup_rows
 
 # Triton 3.6 calls it by its longer name.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -29,22 +29,11 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def to_operand(x, layout: gl.constexpr):
-    """FP32 accumulator, ``|x| <= 448``, to an FP8 register operand."""
+def to_operand(x, layout: gl.constexpr, E5M2: gl.constexpr = False):
+    """FP32 accumulator to an FP8 register operand, saturating."""
     x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
     # A plain cast packs byte by byte, with about 80 more instructions a tile.
-    return gl.inline_asm_elementwise(
-        FOUR_TO_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def to_e5m2(x, layout: gl.constexpr):
-    """As :func:`to_operand`, for ``|x| <= 57344``."""
-    x = gl.convert_layout(regroup_rows(x), layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        FOUR_TO_E5M2, "=r,f,f,f,f", [x], dtype=gl.float8e5, is_pure=True, pack=4,
-    )  # fmt: skip
+    return cast_fp8_packed(x, E5M2, False)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from hf_deltamatch.ops.attention_plain import plain_attention
 from hf_deltamatch.ops.backend import choose, runs_plain
 from hf_deltamatch.ops.saved import distinct, kept
 from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.operands import has_tile_descales
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -136,14 +137,10 @@ def delta_matching_attention(
             q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap
         )
     chosen = choose("attention", q.device, backend)
+    tile = has_tile_descales(recipe, mask)
+    starts_from_output = has_one_pass(recipe, q.shape[-1], v.shape[-1], tile=tile)
     return AttentionFunction.apply(
         q, k, v, mask, sinks, cu_q, cu_k, is_causal, window, float(softmax_scale), softcap,
         recipe.quantize, recipe.encoded, chosen, bool(return_lse),
-        recipe.delta != "matched" or (chosen == "triton" and _starts_from_output(recipe, q, v, mask)),
+        recipe.delta != "matched" or (chosen == "triton" and starts_from_output),
     )  # fmt: skip
-
-
-def _starts_from_output(recipe: AttentionRecipe, q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """True where the backward kernels of a matched δ read the forward's output."""
-    tile = mask is None or mask.dtype != torch.bool
-    return has_one_pass(recipe, q.shape[-1], v.shape[-1], tile=tile)

@@ -18,6 +18,7 @@ from hf_deltamatch.kernels.attention_problem import (
 from hf_deltamatch.kernels.launch import feature_block
 from hf_deltamatch.kernels.quantize import HIDDEN, UNCOUNTED
 from hf_deltamatch.recipes import AttentionRecipe
+from hf_deltamatch.reference.operands import has_tile_descales
 from hf_deltamatch.reference.visibility import Visibility
 
 
@@ -100,7 +101,7 @@ def empty_saved(
     recipe: AttentionRecipe,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Payload and descale of q, k, v as the kernels store them."""
-    tile = recipe.block == "128xD" and (mask is None or mask.dtype != torch.bool)
+    tile = has_tile_descales(recipe, mask)
     out = {}
     for which, x in (("q", q), ("k", k), ("v", v)):
         payload, descale = empty_operand(*x.shape, which, recipe, tile, cu_seqlens, x.device)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_deltamatch.formats import TOKENS_PER_TILE
+from hf_deltamatch.formats import E5M2, P_SWEEP_CAST_LOG2, TOKENS_PER_TILE
 from hf_deltamatch.recipes import AttentionRecipe
 from hf_deltamatch.reference.attention import (
     AttentionForward,
@@ -47,6 +47,7 @@ from hf_deltamatch.reference.operands import (
     plain_operand,
     quantize_operand,
 )
+from hf_deltamatch.reference.quantize import round_trip
 from hf_deltamatch.reference.softmax import (
     LOG2E,
     cast_backward,
@@ -188,18 +189,16 @@ def _backward_segment(
             # 0 · NaN where a query or key is NaN that this pair hides.
             return masked(x * (1 - tanh * tanh), block.visible, 0.0)
 
-        ds_first, off = ds, None
+        ds = first = capped(ds)
         if one_pass:
-            ds_first, off = _from_an_estimate(block, p, dp, delta_b, recipe)
-        ds = capped(ds)
-        ds_row = cast_backward(capped(ds_first), block.k, recipe, block_n, -1)
+            first, off = _from_an_estimate(block, p, dp, delta_b, recipe)
+            first = capped(first)
+        ds_row = cast_backward(first, block.k, recipe, block_n, -1)
         ds_col = cast_backward(ds, block.q, recipe, block_m, -2)
         p_col = cast_backward(p, block.do, recipe, block_m_p, -2)
         dq_b = torch.matmul(ds_row.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
-        if off is not None:
-            coarse = (capped(p) * 2.0**15).clamp(max=57344.0).to(torch.float8_e5m2).to(
-                p.dtype
-            ) * 2.0**-15
+        if one_pass:
+            coarse = round_trip(capped(p) * 2.0**P_SWEEP_CAST_LOG2, E5M2) * 2.0**-P_SWEEP_CAST_LOG2
             w = torch.matmul(coarse.flatten(2, 3), block.k.tok).unflatten(2, ds.shape[2:4])
             dq_b = dq_b - off[..., None] * w
         if mean_key is not None:
@@ -245,9 +244,14 @@ def _softmax_gradient(
     shifted = delta if x.dlse is None else delta - x.dlse
     # A row that sees nothing has no gradient, whatever its dO holds.
     delta, shifted = (torch.where(alive, d, 0.0) for d in (delta, shifted))
-    ds = masked(p * (dp - shifted[..., None]), x.visible, 0.0)
-    ds = torch.where(alive[..., None], ds, 0.0)
+    ds = _gradient_of_logits(x, p, dp, shifted)
     return p, dp, ds, None if p_sink is None else -p_sink * shifted, delta, tanh
+
+
+def _gradient_of_logits(x: _Block, p: Tensor, dp: Tensor, shifted: Tensor) -> Tensor:
+    """P ∘ (dP − shifted), 0 where a pair is not visible."""
+    ds = masked(p * (dp - shifted[..., None]), x.visible, 0.0)
+    return torch.where((x.lse != -torch.inf)[..., None], ds, 0.0)
 
 
 def _from_an_estimate(
@@ -259,9 +263,7 @@ def _from_an_estimate(
     alive = x.lse != -torch.inf
     z = torch.where(alive, z - dlse, 0.0)
     z = torch.where(z.isfinite(), z, 0.0)
-    first = masked(p * (dp - z[..., None]), x.visible, 0.0)
-    first = torch.where(alive[..., None], first, 0.0)
-    return first, torch.where(alive, delta - dlse, 0.0) - z
+    return _gradient_of_logits(x, p, dp, z), torch.where(alive, delta - dlse, 0.0) - z
 
 
 def _delta(
