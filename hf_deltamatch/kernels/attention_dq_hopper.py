@@ -39,7 +39,6 @@ from hf_deltamatch.kernels.hopper import (
     rows_descriptor,
     store_rows,
     to_operand,
-    turn_barriers,
 )
 from hf_deltamatch.kernels.logits import LOG2E, positive, tanh
 
@@ -55,7 +54,7 @@ def _produce(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Q and dO of this program once, then the key tiles from the last one back."""
-    k_s, v_s, kt_s, full, empty, turn = stages
+    k_s, v_s, kt_s, full, empty = stages
     mbarrier.expect(q_ready, 4 * ROWS * BLOCK_D)
     for w in gl.static_range(2):
         async_load(q_desc, [token + w * ROWS, 0], q_ready, q_s.index(w))
@@ -75,14 +74,14 @@ def _produce(
 
 @gluon.jit
 def _step(
-    w: gl.constexpr, t, acc, key, unit, top, sum_a, sum_b, start, own, rows, lse2, shifted, stages,
+    t, acc, key, unit, top, sum_a, sum_b, start, own, rows, lse2, shifted, stages,
     pointers, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, MASKED: gl.constexpr, DELTA: gl.constexpr, ONE_PASS: gl.constexpr,
     STORE_DS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys, the t-th; arguments as ``attention_dq._dq_tile``, tuples as in ``_consume``."""
     q, do, q_tile, do_tile = own
-    k_s, v_s, kt_s, full, empty, turn = stages
+    k_s, v_s, kt_s, full, empty = stages
     k_descale_ptr, v_descale_ptr, mask_ptr, ds_ptr, p_ptr = pointers
     Tq, Tk, all_keys, k_base, offset, window, softmax_scale, softcap = sizes
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -98,12 +97,8 @@ def _step(
         g = g * LOWER
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
     mbarrier.wait(full.index(stage), (t // STAGES) & 1)
-    if not DELTA:  # in turns: dQ 1.70 ms, 1.77 without; δ gains nothing
-        mbarrier.wait(turn.index(w), (t & 1) ^ (1 - w))
     s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(do, v_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if not DELTA:
-        mbarrier.arrive(turn.index(1 - w))
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP:
         cap = tanh(s * (f * (softmax_scale / softcap)), SOFTCAP)
@@ -218,21 +213,21 @@ def _consume(
     mbarrier.wait(q_ready, 0)
     for t in range(hi - full_hi):
         acc, key, unit, top, sum_a, sum_b = _step(
-            w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
+            t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2, shifted,
             stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA, ONE_PASS, STORE_DS,
             BLOCK_D, BLOCK_N, STAGES,
         )  # fmt: skip
     if MASK == 0:
         for t in range(hi - full_hi, hi - full_lo):
             acc, key, unit, top, sum_a, sum_b = _step(
-                w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+                t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
                 shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, False, DELTA,
                 ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
     if WINDOW and MASK == 0:
         for t in range(hi - full_lo, hi - lo):
             acc, key, unit, top, sum_a, sum_b = _step(
-                w, t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
+                t, acc, key, unit, top, sum_a, sum_b, (hi - 1 - t) * BLOCK_N, own, rows, lse2,
                 shifted, stages, pointers, sizes, CAUSAL, WINDOW, MASK, SOFTCAP, True, DELTA,
                 ONE_PASS, STORE_DS, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
@@ -312,10 +307,7 @@ def _attention_bwd_dq_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    turn = empty
-    if not DELTA:
-        turn = turn_barriers()
-    stages = (k_s, v_s, kt_s, full, empty, turn)
+    stages = (k_s, v_s, kt_s, full, empty)
     own_slot = bh * slots_q + q_slot + first // 128
     k_descale_ptr += kv * slots_k + k_slot
     v_descale_ptr += kv * slots_k + k_slot

@@ -2,8 +2,10 @@
 
 Gluon has no interpreter: these kernels are compared with the plain ones and the reference on a GPU.
 
-Two warpgroups of a program work on one tile each; where they take turns, one starts its products after the
-other's, so that the tensor cores work for one while the other computes.
+Two warpgroups of a program work on one tile each, so that the tensor cores work for one while the other
+computes. A kernel makes no barrier that it does not wait for: Triton gives the memory of such a one to what
+it hands to the specialised warps, over a barrier that is valid still, and where processes share a GPU such
+kernels went wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from torch import Tensor, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -77,18 +78,6 @@ def store_rows(out_ptr, x, first, base, length, D, stride_t):
     at = (base + tokens).to(gl.int64)[:, None] * stride_t + offs_d[None, :]
     out = gl.convert_layout(x.to(out_ptr.dtype.element_ty), coalesced)
     gl.store(out_ptr + at, out, mask=(tokens < length)[:, None] & (offs_d < D)[None, :])
-
-
-@gluon.jit
-def turn_barriers():
-    """Barriers by which two warpgroups take turns, for kernels that wait for them and no others: Triton gives
-    the memory of a barrier that nothing waits for to what it hands to the specialised warps, over a barrier
-    that is valid still. Such kernels went wrong where processes share a GPU.
-    """
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
-    return turn
 
 
 def rows_descriptor(x: Tensor, rows: int, BLOCK_D: int) -> TensorDescriptor:
