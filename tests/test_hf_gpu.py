@@ -51,6 +51,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.interpretable]
 # sequence (right, cu_seq_lens): 5e-8 and 2e-7, or one tipped rounding.
 LAYOUT = (0.003, 0.0055)
 LAYOUT_GEMMA3 = (0.0056, 0.0134)
+# Gradients of Gemma 3 where roundings tip: up to 5.7e-3 with weights that differ in the last bit (the
+# reference, 40 draws, 21 of them above 1e-3; of Llama none above 1e-5).
+TIPPED_GEMMA3 = 0.0065
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,7 +115,7 @@ def test_batches(family: str, block: str, form: str, lengths: tuple[int, ...]) -
     logits, grads = batches.together(model, form, lengths)
     bounds = LAYOUT_GEMMA3 if family == "gemma3_text" else LAYOUT
     if form in ("right", "cu_seq_lens"):
-        bounds = (batches.TIPPED, batches.TIPPED)
+        bounds = (batches.TIPPED, TIPPED_GEMMA3 if family == "gemma3_text" else batches.TIPPED)
     assert rel_rms(logits, expected) < bounds[0]
     assert rel_grads(grads, expected_grads) < bounds[1]
 

