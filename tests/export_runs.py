@@ -157,10 +157,27 @@ def untraced(card: str, results: dict) -> set[str]:
     def found(number: str) -> bool:
         if number in words:
             return True
+        if "e" in number:
+            digits = len(number.partition("e")[0].partition(".")[2])
+            return any(f"{v:.{digits}e}" == number for v in values) or float(number) in values
         decimals = len(number.partition(".")[2])
         return any(f"{v:.{decimals}f}" == number for v in values) or float(number) in values
 
     return {n for n in numbers_in(card) if not found(n)}
+
+
+def results_of(training: dict) -> dict:
+    """``results.json`` of a model without files, with ``training`` as its section of that name."""
+    card = {"name": "x", "about": None, "license": None, "base_model": None, "datasets": None}
+    weights = {"parameters": 1, "dtype": "bfloat16", "exact": True, "files": {}}
+    return {
+        "card": {**card, "limits": []},
+        "model_type": "llama",
+        "weights": weights,
+        "tokenizer": "UTF-8 bytes",
+        "recipe": {"equations": "", "quantization_config": None},
+        "training": training,
+    }
 
 
 def bitwise(a: torch.Tensor, b: torch.Tensor) -> bool:

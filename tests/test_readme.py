@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hf_deltamatch.study import report
-from hf_deltamatch.study.pool import read_rows
 from hf_deltamatch.study.spec import load_study
+from hf_deltamatch.training.study_rows import read_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "benchmarks"

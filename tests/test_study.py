@@ -21,6 +21,7 @@ from hf_deltamatch.study.corpus import load_corpus
 from hf_deltamatch.study.model import build_model, logits_of
 from hf_deltamatch.study.spec import parse_study
 from hf_deltamatch.testing import assert_close, rel_rms
+from hf_deltamatch.training.study_rows import read_rows
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -234,7 +235,7 @@ def test_command_trains_resumes_and_reports(tmp_path, text, capsys, monkeypatch)
     (out / "runs.jsonl").write_text(first + '{"key": "ab')
     assert cli.main(command) == 0
     capsys.readouterr()
-    rows = pool.read_rows(out)
+    rows = read_rows(out)
     assert sorted(r["arm"] for r in rows.values()) == ["DM", "MP", "SD"]
     assert "| DM |" in (out / "report.md").read_text()
     assert len(list((out / "models").iterdir())) == 1  # those without --save are not kept
@@ -250,7 +251,7 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tmp_path, text, capsy
     file = study_file(tmp_path, text, arms={"BAD": arms["BAD"], "MP": None}, baseline="MP")
     command = ["study", file, "--output", str(out), "--workers", "1"]
     assert cli.main(command) == 1
-    rows = {r["arm"]: r for r in pool.read_rows(out).values()}
+    rows = {r["arm"]: r for r in read_rows(out).values()}
     assert rows["MP"]["status"] == "done" and rows["BAD"]["status"] == "failed"
     assert "descale" in rows["BAD"]["error"]
     assert "0 of 0, 1 failed" in capsys.readouterr().out
@@ -315,7 +316,7 @@ def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:
     assert cli.main([*command, "--time-limit", "0.01"]) == 1
     said = capsys.readouterr().out
     assert "time limit: 3 runs were not done" in said and "runs.jsonl" not in said
-    assert not pool.read_rows(out)
+    assert not read_rows(out)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from test_study_spec import places
 from tiny_models import one_thread  # noqa: F401
 
 from hf_deltamatch import cli
-from hf_deltamatch.study import pool, report
+from hf_deltamatch.study import report
 from hf_deltamatch.study.spec import parse_study
+from hf_deltamatch.training.study_rows import append_row, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_rows_with_any_value_anywhere(study, tmp_path) -> None:
         for value in WRONG:
             lines = [changed(rows[0], place, value), rows[1]]
             (tmp_path / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-            found = pool.read_rows(tmp_path)
+            found = read_rows(tmp_path)
             assert rows[1]["key"] in found
             made = report.write_report(parsed, found, tmp_path, png=False)
             assert report.to_markdown(made)
@@ -60,10 +61,10 @@ def test_lines_that_are_no_rows(line: bytes, study, tmp_path) -> None:
     whole = b"".join(json.dumps(r).encode() + b"\n" for r in rows)
     (tmp_path / "runs.jsonl").write_bytes(whole + line)
     said: list[str] = []
-    assert list(pool.read_rows(tmp_path, said.append)) == [r["key"] for r in rows]
+    assert list(read_rows(tmp_path, said.append)) == [r["key"] for r in rows]
     assert len(said) == bool(line) and all("1 lines are no whole results" in s for s in said)
-    pool.append_row(tmp_path, {**copy.deepcopy(rows[0]), "key": "new"})
-    assert list(pool.read_rows(tmp_path))[-1] == "new"
+    append_row(tmp_path, {**copy.deepcopy(rows[0]), "key": "new"})
+    assert list(read_rows(tmp_path))[-1] == "new"
 
 
 def test_weights_that_are_missing_are_made(study, capsys) -> None:
@@ -76,7 +77,7 @@ def test_weights_that_are_missing_are_made(study, capsys) -> None:
     key = next(r["key"] for r in rows if r["arm"] == "DM")
     assert [p.name for p in (folder / "out" / "models").iterdir()] == [key]  # nothing partial
     assert cli.main([*call, "--save"]) == 0 and "runs to do" not in capsys.readouterr().out
-    again = pool.read_rows(folder / "out")[key]
+    again = read_rows(folder / "out")[key]
     assert again["loss"] == next(r for r in rows if r["key"] == key)["loss"]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from hf_deltamatch.export import card_study
+from hf_deltamatch.export.markdown import table
+
 TEMPLATE = """\
 # {name}
 
@@ -85,6 +88,8 @@ def front_matter(r: dict) -> str:
     tags = ["fp8", "delta-matching"]
     if arm := options.get("arm"):
         tags.append(f"arm-{arm}")
+    if study := r["training"].get("study"):
+        tags.append(card_study.tag(study))
     benchmarks = [
         EvalResult(
             task_type="text-generation",
@@ -127,17 +132,20 @@ def _body(r: dict) -> str:
         use += USE_FINEGRAINED
     elif r["recipe"]["quantization_config"]:
         use += USE_FP8.format(name=name)
+    training, about = r["training"], "A causal language model trained with hf_deltamatch."
+    if study := training.get("study"):
+        about = card_study.about(study)
     return TEMPLATE.format(
         name=name,
-        about=r["card"]["about"] or "A causal language model trained with hf_deltamatch.",
-        facts=_table(("", ""), _facts(r, options)),
+        about=r["card"]["about"] or about,
+        facts=table(("", ""), _facts(r, options)),
         use=use,
         recipe=_recipe(r["recipe"]["equations"]),
-        data=_data(r["training"], options),
-        reproduce=_reproduce(r["training"]),
+        data=card_study.data(training) if study else _data(training, options),
+        reproduce=_reproduce(training, name),
         numbers=_numbers(r),
         limits="\n".join(f"* {text}" for text in _limits(r)),
-        files=_table(("file", "bytes", "sha256"), _files(r)),
+        files=table(("file", "bytes", "sha256"), _files(r)),
     )
 
 
@@ -153,6 +161,8 @@ def _facts(r: dict, options: dict) -> list[tuple]:
         rows.append(("attention in training", ATTENTION[options["arm"]]))
         linear = options.get("linear")
         rows.append(("linears in training", f"FP8, `{linear}`" if linear else "high precision"))
+    if training.get("study"):
+        return rows + card_study.facts(training)
     if training.get("step") is not None:
         steps = options.get("steps")
         rows.append(("step", f"{training['step']:,}" + (f" of {steps:,}" if steps else "")))
@@ -193,12 +203,15 @@ def _data(training: dict, options: dict) -> str:
     return out
 
 
-def _reproduce(training: dict) -> str:
+def _reproduce(training: dict, name: str) -> str:
     if training["command"] is None:
         return "The run that made these weights is not recorded beside them."
     environment = training.get("environment") or {}
     packages = environment.get("packages") or {}
-    said = [f"```bash\n{training['command']}\n```"]
+    if training.get("study"):
+        said = [card_study.reproduce(training, name)]
+    else:
+        said = [f"```bash\n{training['command']}\n```"]
     if local := training["local"]:
         said.append(f"Name your own copy of: {', '.join(local)} (local to the machine of the run).")
     if environment:
@@ -214,7 +227,22 @@ def _reproduce(training: dict) -> str:
 
 
 def _numbers(r: dict) -> str:
-    rows, training = [], r["training"]
+    training = r["training"]
+    study = training.get("study")
+    heads, rows = card_study.losses(training) if study else _losses(training)
+    if check := r.get("check"):
+        row = (f"loss on `{check['file']}`, plain Transformers", f"{check['loss']:.3f}")
+        rows.append(row + ("–",) * (len(heads) - len(row)))
+    parts = [table(heads, rows)] if rows else []
+    if study:
+        parts += card_study.other_numbers(training)
+    if found := r.get("lm_eval"):
+        parts.append(_lm_eval(found))
+    return "\n\n".join(parts) or "None recorded."
+
+
+def _losses(training: dict) -> tuple[tuple, list[tuple]]:
+    rows = []
     spread = training.get("spread") or {}
     for key, text in (("loss", "training loss, last step"), ("eval_loss", "held-out loss")):
         value = training["numbers"].get(key)
@@ -223,16 +251,9 @@ def _numbers(r: dict) -> str:
         over = spread.get(key)
         many = f"{over['mean']:.3f} ± {over['std']:.3f}" if over else "–"
         rows.append((text, f"{value:.3f}", many))
-    if check := r.get("check"):
-        rows.append((f"loss on `{check['file']}`, plain Transformers", f"{check['loss']:.3f}", "–"))
-    parts = []
-    if rows:
-        count = spread.get("count")
-        seeds = f"{count} seeds, mean ± deviation" if count else "over seeds"
-        parts.append(_table(("nats per token", "this checkpoint", seeds), rows))
-    if found := r.get("lm_eval"):
-        parts.append(_lm_eval(found))
-    return "\n\n".join(parts) or "None recorded."
+    count = spread.get("count")
+    seeds = f"{count} seeds, mean ± deviation" if count else "over seeds"
+    return ("nats per token", "this checkpoint", seeds), rows
 
 
 def _lm_eval(found: dict) -> str:
@@ -247,17 +268,18 @@ def _lm_eval(found: dict) -> str:
         said += f", attention in {part('attention')}, linears in {part('linear')}"
     if found["limit"] is not None:
         said += f", the first {found['limit']:g} documents of each task only: no benchmark result"
-    return f"{said}:\n\n{_table(('task', 'metric', 'value', 'standard error'), rows)}"
+    return f"{said}:\n\n{table(('task', 'metric', 'value', 'standard error'), rows)}"
 
 
 def _limits(r: dict) -> list[str]:
     training, out = r["training"], list(r["card"]["limits"])
+    study = training.get("study")
+    if study:
+        out += card_study.limits(training)
     if training["numbers"]:
-        out.append(
-            "The losses of training were measured in its own arithmetic and with its FP32 weights; what "
-            "is stored here is rounded once more."
-        )
-    if training["options"] and not training.get("spread"):
+        out.append(_rounding(study, r["weights"].get("exact")))
+    spread = training.get("spread") or {}
+    if (training["options"] or study) and spread.get("count", 0) < 2:
         out.append("One seed: differences to other checkpoints may be chance.")
     if training["numbers"].get("skipped"):
         out.append(f"{training['numbers']['skipped']} steps were not finite and were skipped.")
@@ -266,9 +288,18 @@ def _limits(r: dict) -> list[str]:
             f"Linears left in {r['weights']['dtype']}: {fp8['left_count']}; results.json names them, "
             "with the reasons."
         )
-    if not r.get("lm_eval"):
+    if not (r.get("lm_eval") or training.get("scores")):
         out.append("No downstream evaluation.")
     return out
+
+
+def _rounding(study: dict | None, exact: bool | None) -> str:
+    """Of the losses, which training measured."""
+    what = "The losses of training were measured in its own arithmetic"
+    if exact:
+        return f"{what}, with the weights that are stored here."
+    own = "the weights of the run" if study else "its FP32 weights"
+    return f"{what} and with {own}; what is stored here is rounded once more."
 
 
 def _files(r: dict) -> list[tuple]:
@@ -276,8 +307,3 @@ def _files(r: dict) -> list[tuple]:
         (f"`{name}`", f"{fact['bytes']:,}", f"`{fact['sha256']}`")
         for name, fact in r["weights"]["files"].items()
     ]
-
-
-def _table(heads: tuple, rows: list[tuple]) -> str:
-    line = lambda cells: f"| {' | '.join(map(str, cells))} |"
-    return "\n".join([line(heads), line(["---"] * len(heads)), *map(line, rows)])

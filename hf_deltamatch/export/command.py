@@ -13,10 +13,16 @@ Write what a training run left as a folder ready to upload: safetensors, config,
   hf-deltamatch export runs/dm-0 --seeds runs/dm-1 runs/dm-2 --output out/my-model
   hf-deltamatch export runs/dm-0 --fp8 --output out/my-model-fp8
   hf-deltamatch export runs/dm-0 --lm-eval results/*/results_*.json --output out/my-model
+  hf-deltamatch export runs/table/models/1f94190464f810e3 --output out/my-model    # of a study
 
 RUN is the output folder of examples/pretrain.py, finetune.py or extend_context.py, one of its checkpoints,
-or a saved model. The folder loads with plain Transformers; the recipe of training is in config.train.json.
-It is loaded once and compared with the run's weights before it gets its name.
+OUTPUT/models/KEY of `hf-deltamatch study --save`, or a saved model. The folder loads with plain
+Transformers; the recipe of training is in config.train.json. It is loaded once and compared with the run's
+weights before it gets its name.
+
+Of a study, other seeds, the gap to its baseline and its scores come from OUTPUT/runs.jsonl, and study.yaml
+is the run alone: --seeds and --checkpoint are refused; the other flags mean what they mean elsewhere. A
+run that diverged or failed is refused.
 """
 
 
@@ -31,7 +37,12 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN")
     add("--output", type=Path, required=True, metavar="DIR", help="new or empty")
-    add("--checkpoint", type=int, metavar="N", help="of this step (default: the newest)")
+    add(
+        "--checkpoint",
+        type=int,
+        metavar="N",
+        help="of this step (default: the newest; a study has one)",
+    )
     add(
         "--fp8",
         action="store_true",
@@ -55,7 +66,7 @@ def add_parser(commands) -> None:
     add("--limit", dest="limits", action="append", default=[], metavar="TEXT",
         help="a line among the card's limits; may be repeated")  # fmt: skip
     add("--seeds", type=Path, nargs="+", default=[], metavar="RUN",
-        help="runs of other seeds, for the spread of the losses")  # fmt: skip
+        help="runs of other seeds, for the spread of the losses (a study's are found)")  # fmt: skip
     add("--lm-eval", type=Path, nargs="+", default=[], metavar="FILE",
         help="results files of lm-eval on the exported folder: into the card and .eval_results/")  # fmt: skip
     add("--text", type=Path, metavar="FILE", help="quote the loss on this text in the card")

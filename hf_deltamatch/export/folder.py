@@ -16,10 +16,12 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, FineGrainedFP8Config, PreTrainedModel
 
-from hf_deltamatch.export import card, evaluations, facts, fp8
+from hf_deltamatch.export import card, card_study, evaluations, facts, fp8, study_facts
 from hf_deltamatch.export import weights as w
 from hf_deltamatch.export.source import Source, find_source
+from hf_deltamatch.export.study import find_study
 from hf_deltamatch.hf import DeltaMatchConfig
+from hf_deltamatch.training import CheckpointError
 
 
 @dataclass
@@ -50,8 +52,7 @@ def export(asked: Request) -> dict:
     """
     _check(asked)
     source = find_source(asked.run, asked.checkpoint)
-    others = [find_source(run, source.step if source.as_trained else None) for run in asked.seeds]
-    spread = facts.spread([source, *others])
+    spread = _spread(asked, source)
     lm_eval = evaluations.merge_lm_eval(asked.lm_eval)
     config, saved = w.read_config(source)
     recipe = trained_recipe(source, saved)
@@ -70,12 +71,15 @@ def export(asked: Request) -> dict:
     if asked.keep_recipe and recipe is None:
         raise ValueError("--keep-recipe: the run has no FP8 recipe to keep; leave the flag out.")
     master = w.load_master(source, config)
+    if source.study is not None:
+        _check_size(source, master)
     with _whole_or_nothing(asked.output) as folder:
         _write_model(source, master, folder, w.DTYPES[asked.dtype], plan)
         tokenizer = w.write_tokenizer(source, folder)
-        _verify(folder, master, w.DTYPES[asked.dtype], plan)
+        exact = _verify(folder, master, w.DTYPES[asked.dtype], plan)
         results = _results(asked, source, master, folder, recipe, plan, spread, lm_eval)
         results["tokenizer"] = tokenizer
+        results["weights"]["exact"] = exact
         if asked.text is not None:
             results["check"] = _check_text(asked.text, source, folder, plan)
         if asked.keep_recipe:  # last: what was measured above is the plain model
@@ -88,12 +92,48 @@ def trained_recipe(source: Source, saved: dict | None) -> DeltaMatchConfig | Non
     """Recipes by what config.json says, else by the run's options; None: all in high precision."""
     if saved is not None:
         return DeltaMatchConfig.from_dict(saved)
-    if source.options is None:
+    leave = None
+    if source.study is not None:
+        attention, linear = source.study.recipes
+        leave = source.study.config.get("leave")
+    elif source.options is not None:
+        attention, linear = facts.recipe_of_run(source.options)
+    else:
         return None
-    attention, linear = facts.recipe_of_run(source.options)
     if attention is None and linear is None:
         return None
-    return DeltaMatchConfig(attention=attention, linear=linear)
+    return DeltaMatchConfig(attention=attention, linear=linear, modules_to_not_convert=leave)
+
+
+def _spread(asked: Request, source: Source) -> dict | None:
+    """Over the runs of ``--seeds``; a study's other seeds are in its own results file."""
+    if source.study is not None:
+        if asked.seeds:
+            raise ValueError(
+                f"--seeds {' '.join(map(str, asked.seeds))}: RUN is of a study, whose other seeds are "
+                "counted from its runs.jsonl; leave the flag out."
+            )
+        return None
+    for run in asked.seeds:
+        if find_study(run) is not None:
+            raise ValueError(
+                f"--seeds {run}: a run of a study, and RUN {asked.run} is none; name runs of the same "
+                "script, or export the study's run, whose other seeds are counted by themselves."
+            )
+    others = [find_source(run, source.step if source.as_trained else None) for run in asked.seeds]
+    return facts.spread([source, *others])
+
+
+def _check_size(source: Source, master: PreTrainedModel) -> None:
+    """Nothing in a study's folder ties weights to a run but their number."""
+    count = sum(p.numel() for p in master.parameters() if p.requires_grad)
+    row = source.study.row
+    if count != row["parameters"]:
+        raise CheckpointError(
+            f"{source.weights}: {count:,} parameters, and the run {row['name']!r} has "
+            f"{row['parameters']:,}: weights of another model. Remove the folder, and let "
+            "`hf-deltamatch study … --save` make them again."
+        )
 
 
 def _check(asked: Request) -> None:
@@ -157,8 +197,10 @@ def _load(folder: Path, plan: fp8.Fp8Plan | None) -> PreTrainedModel:
 
 def _verify(
     folder: Path, master: PreTrainedModel, dtype: torch.dtype, plan: fp8.Fp8Plan | None
-) -> None:
-    """What Transformers reads back is the run's weights, bit for bit, in the precision asked for."""
+) -> bool:
+    """What Transformers reads back is the run's weights, bit for bit, in the precision asked for.
+    Returns whether that rounds nothing."""
+    exact = True
     trained = {} if plan is None else fp8.trained_values(master, plan)
     read = _load(folder, plan).state_dict()
     for name, tensor in master.state_dict().items():
@@ -171,6 +213,8 @@ def _verify(
                 f"Transformers reads {name!r} back as other numbers than the run's; nothing was "
                 "written. Please report it with the model's config.json."
             )
+        exact = exact and _same(read[name], tensor)
+    return exact
 
 
 def _same(read: Tensor, tensor: Tensor) -> bool:
@@ -188,7 +232,11 @@ def _results(
     lm_eval: dict | None,
 ) -> dict:
     name = asked.name or asked.output.name
-    options = facts.without_paths(source.options) if source.options else None
+    if source.study is None:
+        training = _training(source, name, spread)
+    else:
+        training = study_facts.training(source.study)
+    options = training["options"]
     base, data = (options or {}).get("model"), (options or {}).get("data")
     attention, linear = (None, None) if recipe is None else (recipe.attention, recipe.linear)
     weights = facts.weight_facts(folder, sum(p.numel() for p in master.parameters()))
@@ -216,22 +264,29 @@ def _results(
         "model_type": master.config.model_type,
         "weights": weights,
         "recipe": {
-            "equations": facts.equations(attention, linear) if recipe or options else None,
+            "equations": facts.equations(attention, linear)
+            if recipe or options or source.study
+            else None,
             "quantization_config": None if recipe is None else recipe.to_dict(),
         },
-        "training": {
-            "options": options,
-            "local": facts.local_names(source.options or {}),
-            "data": source.data,
-            "command": source.script
-            and f"python examples/{source.script} --config train.yaml --output runs/{name}",
-            "step": source.step,
-            "tokens": source.numbers.get("tokens"),
-            "numbers": source.numbers,
-            "spread": spread,
-            **source.where,
-        },
+        "training": training,
         **({"lm_eval": lm_eval} if lm_eval else {}),
+    }
+
+
+def _training(source: Source, name: str, spread: dict | None) -> dict:
+    """What the run of a script says of itself."""
+    return {
+        "options": facts.without_paths(source.options) if source.options else None,
+        "local": facts.local_names(source.options or {}),
+        "data": source.data,
+        "command": source.script
+        and f"python examples/{source.script} --config train.yaml --output runs/{name}",
+        "step": source.step,
+        "tokens": source.numbers.get("tokens"),
+        "numbers": source.numbers,
+        "spread": spread,
+        **source.where,
     }
 
 
@@ -254,7 +309,8 @@ def _check_text(text: Path, source: Source, folder: Path, plan: fp8.Fp8Plan | No
     model = _load(folder, plan)
     model.set_attn_implementation("eager")  # the same sums on any machine
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
-    length = min((source.options or {}).get("seq_len") or longest, longest)
+    trained = source.study.last_train if source.study else source.options or {}
+    length = min(trained.get("seq_len") or longest, longest)
     loss = facts.text_loss(model, found["input_ids"][0], length)
     return {"file": text.name, "sha256": hashlib.sha256(data).hexdigest(), **loss}
 
@@ -268,6 +324,11 @@ def _write_rest(folder: Path, results: dict) -> None:
         "step": training["step"],
         "options": training["options"],
     }
+    study = training.get("study")
+    if study:
+        recipe["options"] = study["config"]
+        text = card_study.yaml_of(study, results["card"]["name"])
+        (folder / study_facts.STUDY_FILE).write_text(text, encoding="utf-8")
     facts.write_json(folder / "config.train.json", recipe)
     if training["options"]:
         text = yaml.safe_dump(training["options"], sort_keys=False, allow_unicode=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from hf_deltamatch.export.study import StudyRun, find_study, saved_runs
 from hf_deltamatch.training import CheckpointError, checkpoints, read_manifest
 from hf_deltamatch.training.metrics import read_metrics
 
@@ -34,6 +35,8 @@ class Source:
     """Folder that has tokenizer and generation config, if there is one."""
     merged: bool = False
     """An adapter was merged into the weights: they are none that training multiplied with."""
+    study: StudyRun | None = None
+    """The run of a study that kept the weights; it has no ``options`` of a script."""
 
     @property
     def script(self) -> str | None:
@@ -47,14 +50,23 @@ class Source:
 
 def find_source(run: Path, step: int | None = None) -> Source:
     """The checkpoint of ``step`` (default: the newest) in the output folder of a training script; or
-    ``run`` itself, where it is a checkpoint or what ``save_pretrained`` wrote.
+    ``run`` itself, where it is a checkpoint, what a study kept or what ``save_pretrained`` wrote.
 
     Raises:
         CheckpointError: a file that is missing, truncated, changed or of another program, by its name.
-        ValueError: no folder, nothing to export in it, or no such step.
+        ValueError: no folder, nothing to export in it, no such step, or a study's run that is not done.
     """
     if not run.is_dir():
         raise ValueError(f"{run}: no such folder; name the output folder of a training script.")
+    if (study := find_study(run)) is not None:
+        if step is not None:
+            raise ValueError(
+                f"--checkpoint is {step}: a study keeps the weights of a run's last step alone; leave the "
+                "flag out."
+            )
+        source = _saved_model(run)
+        source.study = study
+        return source
     if (run / "manifest.json").exists():
         return _checkpoint(run, run.parent, step)
     found = checkpoints(run)
@@ -73,10 +85,13 @@ def find_source(run: Path, step: int | None = None) -> Source:
     for folder in (run, run / "merged", run / "final"):
         if (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists():
             return _saved_model(folder)
+    if (names := saved_runs(run)) is not None:
+        raise ValueError(f"{run}: {names}.")
     raise ValueError(
         f"{run}: neither checkpoints of a training script (checkpoint-…) nor a saved model "
         "(config.json and safetensors) in it. Name the output folder of examples/pretrain.py, "
-        "finetune.py or extend_context.py, one of its checkpoints, or a saved model."
+        "finetune.py or extend_context.py, one of its checkpoints, OUTPUT/models/KEY of a study, or a saved "
+        "model."
     )
 
 

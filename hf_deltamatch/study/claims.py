@@ -4,42 +4,12 @@ same first weights, the same data.
 
 from __future__ import annotations
 
-import math
-import statistics
-
 from hf_deltamatch.study.spec import Claim
+from hf_deltamatch.training.seeds import paired_gap
 
 CLOSE, WORSE = 0.02, 0.05
 """Nats. The three arms' claim: DM within ``CLOSE`` of the baseline wherever that is stable; SD more
 than ``WORSE`` above it, or diverged, somewhere."""
-
-
-def spread(values: list) -> dict:
-    """Mean and standard deviation of the finite values; None where there are too few."""
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    return {
-        "n": len(finite),
-        "mean": statistics.fmean(finite) if finite else None,
-        "std": statistics.stdev(finite) if len(finite) > 1 else None,
-        "values": finite,
-    }
-
-
-def paired_gap(found: dict[int, dict], to: dict[int, dict]) -> dict:
-    """:func:`spread` of final losses, ``found`` minus ``to``, over the seeds that both have; runs that
-    failed do not count, and ``not_finite`` counts pairs without a number."""
-    ran = {seed: row for seed, row in found.items() if row["status"] != "failed"}
-    pairs = {
-        seed: (row["final_loss"], to[seed]["final_loss"])
-        for seed, row in ran.items()
-        if seed in to and to[seed]["status"] != "failed"
-    }
-    finite = {seed: a - b for seed, (a, b) in pairs.items() if None not in (a, b)}
-    return {
-        **spread(list(finite.values())),
-        "by_seed": {str(seed): gap for seed, gap in finite.items()},
-        "not_finite": len(pairs) - len(finite),
-    }
 
 
 def check(claim: Claim, found: dict[int, dict], to: dict[int, dict]) -> dict:

@@ -68,6 +68,7 @@ def run_command(args: argparse.Namespace) -> int:
     from hf_deltamatch.study.evaluate import require_lm_eval
     from hf_deltamatch.study.model import is_known
     from hf_deltamatch.study.spec import load_study, select
+    from hf_deltamatch.training.study_rows import read_rows
 
     study = load_study(args.file)
     chosen = select(study, args.only, args.shard)
@@ -88,7 +89,7 @@ def run_command(args: argparse.Namespace) -> int:
         raise ValueError(f"--backend is {args.backend!r}; allowed are {', '.join(BACKENDS)}.")
     folder = args.output or Path("runs") / study.name
     show = lambda text: print(text, file=sys.stderr, flush=True)
-    rows = pool.read_rows(folder, show)
+    rows = read_rows(folder, show)
     kept = lambda run: not args.save or (folder / "models" / run.key).is_dir()
     done = lambda run: run.key in rows and rows[run.key]["status"] != "failed" and kept(run)
     if args.list:
@@ -118,7 +119,7 @@ def run_command(args: argparse.Namespace) -> int:
             say=say,
             show=show,
         )
-        rows = pool.read_rows(folder)
+        rows = read_rows(folder)
     found = report.write_report(study, rows, folder)
     print(report.to_markdown(found), flush=True)
     written = ("report.md", "report.json", "report.png", "runs.jsonl")

@@ -14,6 +14,7 @@ from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_rec
 from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.study.corpus import END
 from hf_deltamatch.study.tokenizer import byte_tokenizer
 
 DIRECT = (
@@ -153,7 +154,10 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Weights, config and the bytes' tokenizer, for ``from_pretrained`` and ``hf-deltamatch eval``. The
-    arm is not in it: which arithmetic runs is chosen when it is loaded."""
+    """Weights, config and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and
+    ``export``. The arm is not in it: which arithmetic runs is chosen when it is loaded."""
+    for config in (model.config, model.generation_config):  # not those of the class's own tokenizer
+        if config is not None:
+            config.bos_token_id = config.eos_token_id = END[0]
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -7,7 +7,6 @@ device context takes only itself down.
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -24,57 +23,9 @@ import torch
 
 from hf_deltamatch.environment import environment
 from hf_deltamatch.study.corpus import load_corpus
-from hf_deltamatch.study.rows import is_row
 from hf_deltamatch.study.run import GraphError, identity, train
 from hf_deltamatch.study.spec import Run
-
-RESULTS = "runs.jsonl"
-
-
-def read_rows(folder: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, dict]:
-    """Rows by key, the last of each. A line cut short by a kill is no row, nor is one that lacks what
-    a report reads; ``say`` is told how many there are."""
-    rows, no_rows = {}, 0
-    path = folder / RESULTS
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        if not line:
-            continue
-        try:
-            row = json.loads(line, parse_constant=_no_number)
-        except (ValueError, RecursionError):
-            row = None
-        if is_row(row):
-            rows[row["key"]] = row
-        else:
-            no_rows += 1
-    if no_rows:
-        say(f"{path}: {no_rows} lines are no whole results and do not count")
-    return rows
-
-
-def _no_number(word: str) -> None:
-    """
-    Raises:
-        ValueError: NaN or Infinity, which no row of ours has.
-    """
-    raise ValueError(word)
-
-
-def append_row(folder: Path, row: dict) -> None:
-    """One line, whole before this returns."""
-    path = folder / RESULTS
-    # After a kill the file may end within a line, which must not swallow this one.
-    cut = path.exists() and _last_byte(path) not in (b"", b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(("\n" if cut else "") + json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 1))
-        return file.read(1)
+from hf_deltamatch.training.study_rows import append_row
 
 
 def devices_of(names: list[str] | None) -> list[str]:

@@ -8,10 +8,10 @@ import statistics
 from pathlib import Path
 
 from hf_deltamatch.study import claims
-from hf_deltamatch.study.claims import spread
 from hf_deltamatch.study.plot import plot
 from hf_deltamatch.study.sections import by_seed, sections
 from hf_deltamatch.study.spec import Study
+from hf_deltamatch.training.seeds import paired_gap, spread
 
 
 def build_report(study: Study, rows: dict[str, dict]) -> dict:
@@ -71,7 +71,7 @@ def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
     if residuals:
         out["residual"] = {"median": statistics.median(residuals), "max": max(residuals)}
     if base is not None:
-        out["gap"] = claims.paired_gap(ran, base)
+        out["gap"] = paired_gap(ran, base)
     scored = {s: r["scores"] for s, r in ran.items() if "scores" in r}
     if scored:
         to = {s: r["scores"] for s, r in (base or {}).items() if "scores" in r}

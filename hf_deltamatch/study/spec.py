@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.study import checks
 from hf_deltamatch.study.evaluate import Evaluate
 from hf_deltamatch.training.schedule import SCHEDULES
+from hf_deltamatch.training.study_rows import key_of
 
 ARMS: dict[str, dict] = {
     "MP": {"attention": "sdpa"},
@@ -94,8 +94,7 @@ class Run:
     @property
     def key(self) -> str:
         """Changes with anything that can change the result."""
-        text = json.dumps(self.config, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return key_of(self.config)
 
 
 @dataclass(frozen=True)
