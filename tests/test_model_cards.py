@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hf_deltamatch import DeltaMatchConfig, check_model  # noqa: E402
 from hf_deltamatch.export.card import write_card  # noqa: E402
+from hf_deltamatch.study.spec import load_study  # noqa: E402
 from hf_deltamatch.training.options import Options, checked, read_yaml  # noqa: E402
 
 CARDS = Path(__file__).parent.parent / "model_cards"
@@ -129,3 +130,47 @@ def test_table_of_the_readme() -> None:
     lowest = [sd < min(o) for sd, o in zip(held_out["tiny-sd"], others, strict=True)]
     said = f"SD has the lowest held-out loss in {sum(lowest)} of the {len(lowest)} seeds"
     assert said in (CARDS / "README.md").read_text()
+
+
+OF_A_STUDY = sorted(p.parent for p in CARDS.glob("study-*/results.json"))
+
+
+@pytest.mark.parametrize("folder", OF_A_STUDY, ids=lambda p: p.name)
+def test_card_of_a_study_is_its_results_and_the_study_s(folder) -> None:
+    results, card = results_of(folder), (folder / "README.md").read_text()
+    assert card == write_card(results)
+    assert untraced(card, results) == set()
+    study = CARDS.parent / "examples" / "studies" / "scores_h200"
+    rows = [json.loads(line) for line in (study / "runs.jsonl").read_text().splitlines()]
+    training = results["training"]
+    (row,) = (r for r in rows if r["key"] == training["study"]["key"])
+    peers = [r for r in rows if r["arm"] == row["arm"]]
+    for name in ("final_loss", "held_out_loss"):
+        assert training["numbers"][name] == row[name]
+        assert sorted(training["spread"][name]["values"]) == sorted(r[name] for r in peers)
+    assert (
+        training["scores"]["tasks"]["continuation"]["acc"]["value"]
+        == (row["scores"]["continuation"]["acc"][0])
+    )
+    (run,) = load_study(folder / "study.yaml").runs
+    assert run.key == row["key"]
+
+
+def test_table_of_the_studys_models() -> None:
+    rows = {}
+    for line in (CARDS / "README.md").read_text().splitlines():
+        if line.startswith("| [study-"):
+            name, *cells = (c.strip() for c in line.strip("|").split("|"))
+            rows[name.split("]")[0].strip("[ ")] = cells[1:]
+    expected = {}
+    for folder in OF_A_STUDY:
+        r = results_of(folder)
+        spread, tasks = r["training"]["spread"], r["training"]["scores"]["tasks"]
+        found = [
+            spread["final_loss"],
+            spread["held_out_loss"],
+            tasks["continuation"]["acc"]["over_seeds"],
+        ]
+        expected[folder.name] = [f"{s['mean']:.3f} ± {s['std']:.3f}" for s in found]
+        expected[folder.name].append(f"{r['check']['loss']:.3f}")
+    assert rows == expected and len(rows) == 4

@@ -186,6 +186,11 @@ def test_other_studies() -> None:
     (arms,) = linears.values()
     eight, four = (context[n] for n in context if "then" in n)
     expected = [gap(arms[n]) for n in ("FP8 linears", "FP8 FFN", "DM + FP8 linears")]
+    (arms,) = settings("scores").values()
+    acc = lambda arm: arms[arm]["scores"]["continuation acc"]
+    assert "BF16 {mean:.3f} ± {std:.3f}, DM".format(**acc("MP")) in sentences
+    for number in (lambda arm: acc(arm), lambda arm: arms[arm]):
+        expected += [gap(number(arm)) for arm in ("DM", "DM + FP8 linears", "SD")]
     expected += [gap(eight["DM"]), gap(four["DM"]), gap(eight["SD"]), gap(four["SD"])]
     assert re.findall(r"[+-]0\.\d{3} ± 0\.\d{3}", sentences) == expected
     architectures = settings("architectures")
