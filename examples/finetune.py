@@ -24,7 +24,8 @@ from train_data import load_examples, load_tokenizer, need_column
 from train_setup import build_model, make_accelerator, set_arm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_deltamatch.training import IGNORED, Packer, Rows, join
+from hf_deltamatch.hf.train_config import write_train_config
+from hf_deltamatch.training import IGNORED, Packer, Rows, join, train_config
 from hf_deltamatch.training.options import Options, aside, parse_options
 from hf_deltamatch.training.samplers import RowSampler
 
@@ -147,6 +148,7 @@ def save_merged(o: FinetuneOptions, tokenizer) -> None:
         folder / "merged"
     )
     tokenizer.save_pretrained(folder / "merged")
+    write_train_config(folder / "merged", train_config(o.arm, o.linear, o.block))
 
 
 def prepare(o: FinetuneOptions, accelerator: Accelerator):

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from hf_deltamatch import training as tr
 from hf_deltamatch.diagnostics import Monitor
 from hf_deltamatch.environment import environment
+from hf_deltamatch.hf.train_config import write_train_config
 from hf_deltamatch.training import state as st
 from hf_deltamatch.training.lock import alone_in
 from hf_deltamatch.training.metrics import MetricsFile, read_metrics
@@ -75,7 +76,11 @@ class Training:
         # Our attention takes packed rows as one; Transformers' own finds boundaries in positions.
         self.flat = tr.ARMS[o.arm] is not None
         self.step = self.tokens = 0
-        self.run = {**o.identity(), "data_identity": sampler.identity()}
+        self.run = {
+            **o.identity(),
+            "precision": accelerator.mixed_precision,
+            "data_identity": sampler.identity(),
+        }
 
     def _peak(self) -> float | None:
         peak = self.o.peak_flops or tr.peak_flops(self.accelerator.device)
@@ -155,7 +160,8 @@ class Training:
                 *(lambda path, x=x: torch.save(x, path) for x in (optimizers, progress, random)),
             )
             files = dict(zip(CHECKPOINT_FILES, writers, strict=True))
-            tr.write_checkpoint(output, self.step, files, run=self.run, keep=self.o.keep)
+            more = {"aside": self.o.aside(), "keep": self.o.keep}
+            tr.write_checkpoint(output, self.step, files, run=self.run, **more)
         self.accelerator.wait_for_everyone()
 
     def resume(self, folder: Path) -> None:
@@ -246,8 +252,11 @@ def finish(t: Training, tokenizer, numbers: dict) -> None:
         model = t.accelerator.unwrap_model(t.model)
         model.save_pretrained(output / "final", state_dict=state)
         tokenizer.save_pretrained(output / "final")
+        if not hasattr(model, "peft_config"):
+            recipe = tr.train_config(t.o.arm, t.o.linear, t.o.block)
+            write_train_config(output / "final", recipe, step=t.step, options=t.run)
         where = {"processes": t.accelerator.num_processes, "environment": environment()}
-        facts = {"options": t.run, "steps": t.step, **where, **numbers}
+        facts = {"options": t.run, "aside": t.o.aside(), "steps": t.step, **where, **numbers}
         (output / "results.json").write_text(json.dumps(facts, indent=2) + "\n")
         losses = (f"{k} {numbers[k]:.3f}" for k in ("loss", "eval_loss") if numbers.get(k))
         print(", ".join((f"step {t.step}", *losses)))

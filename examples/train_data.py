@@ -97,7 +97,12 @@ def load_text(o: Options, tokenizer: PreTrainedTokenizerBase) -> tuple[Sampler, 
             desc="tokens",
         )
     tokens = list(encoded["ids"])
-    n = min(o.held_out, len(tokens) - 1)
+    if o.held_out >= len(tokens):
+        raise SystemExit(
+            f"held_out is {o.held_out}; data {o.data!r} has {len(tokens)} documents, and one at least must be "
+            "left to train on. Give a smaller --held-out, or 0 for no evaluation."
+        )
+    n = o.held_out
     chosen = {i * len(tokens) // n for i in range(n)} if n > 0 else set()
     held = [t for i, t in enumerate(tokens) if i in chosen]
     packed = pack((t for i, t in enumerate(tokens) if i not in chosen), o)

@@ -20,10 +20,20 @@ def build_model(o: Options, **changes) -> PreTrainedModel:
     config."""
     set_seed(o.seed)
     try:
-        return _build(o, changes)
+        model = _build(o, changes)
     # Transformers raises what it likes.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise SystemExit(f"model {o.model!r}: {type(error).__name__}: {error}") from error
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "n_positions", None
+    )
+    if longest is not None and o.seq_len > longest:
+        raise SystemExit(
+            f"seq_len is {o.seq_len}; the model has {longest} positions. Give a smaller --seq-len, a "
+            "model with more positions, or extend its context with examples/extend_context.py."
+        )
+    return model
 
 
 def _build(o: Options, changes: dict) -> PreTrainedModel:

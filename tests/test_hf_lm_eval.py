@@ -205,6 +205,17 @@ def test_exported_folder_runs_as_it_was_trained(tmp_path, recipe) -> None:
     assert found["linear"] == ({linear: 14} if linear else {})
 
 
+def test_weights_that_say_nothing_are_evaluated_with_a_warning(tmp_path, caplog) -> None:
+    build("llama", vocab_size=259).save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    load(tmp_path, linear="none")
+    (said,) = (r.getMessage() for r in caplog.records if "arithmetic" in r.getMessage())
+    assert "evaluated with attention=delta_matching,linear=none." in said
+    caplog.clear()
+    load(tmp_path, attention="stale_delta", linear="none")
+    assert not any("arithmetic" in r.getMessage() for r in caplog.records)
+
+
 def test_quantised_weights_are_evaluated_only_as_they_are(tmp_path) -> None:
     build("llama", vocab_size=259).save_pretrained(tmp_path)
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)

@@ -27,6 +27,8 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_models import COMMON, one_thread  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from hf_deltamatch import DeltaMatchConfig  # noqa: E402
+from hf_deltamatch.hf.train_config import read_train_config  # noqa: E402
 from hf_deltamatch.testing import assert_bitwise_equal, assert_close  # noqa: E402
 from hf_deltamatch.training import checkpoints  # noqa: E402
 from hf_deltamatch.training.metrics import read_metrics  # noqa: E402
@@ -191,11 +193,41 @@ def test_a_new_model_ends_where_its_tokenizer_does() -> None:
     tokenizer = pretrain.load_tokenizer(None)
     assert tokenizer.eos_token_id == 1  # a Llama's config says 2
     for changed, expected in (({}, 1), ({"eos_token_id": 7}, 7)):
-        o = pretrain.Options(model={**given, **changed})
+        o = pretrain.Options(model={**given, **changed}, seq_len=64)
         model = pretrain.build_model(o, **pretrain.special_tokens(o, tokenizer))
         assert model.config.eos_token_id == model.generation_config.eos_token_id == expected
         assert model.get_input_embeddings().padding_idx is None
     assert pretrain.special_tokens(pretrain.Options(model="some/name"), tokenizer) == {}
+
+
+def test_rows_are_no_longer_than_the_model(config) -> None:
+    longest = CONFIG["model"]["max_position_embeddings"]
+    with pytest.raises(
+        SystemExit, match=f"seq_len is {longest + 1}; the model has {longest} positions"
+    ):
+        pretrain.main(config(arm="mp", seq_len=longest + 1))
+
+
+def test_more_held_out_documents_than_there_are(config) -> None:
+    with pytest.raises(
+        SystemExit, match=f"held_out is {len(TEXTS)}; data .* has {len(TEXTS)} documents"
+    ):
+        pretrain.main(config(arm="mp", held_out=len(TEXTS)))
+
+
+def test_another_precision_is_another_run(config, tmp_path: Path) -> None:
+    """By what `auto` means here, too."""
+    pretrain.main([*config(arm="mp", steps=2), "--precision", "no"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit, match="the checkpoint of another run: precision.*bf16"):
+        pretrain.main([*config(arm="mp", steps=2), "--precision", "bf16"])
+
+
+def test_the_final_model_says_what_it_was_trained_in(config, tmp_path: Path) -> None:
+    pretrain.main(config(arm="dm", linear="blockwise", steps=1))
+    found = read_train_config(str(tmp_path / "run" / "final"))
+    recipe = DeltaMatchConfig.from_dict(found["quantization_config"])
+    assert recipe.attention.name == "delta_matching" and recipe.linear.name == "blockwise"
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(config, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ ATTENTION = {
     "sd": "FP8, stale δ (arm SD)",
     "dm": "FP8, matched δ (arm DM)",
 }
+PRECISION = {"bf16": "BF16 autocast, FP32 weights", "no": "FP32"}
 
 
 def write_card(results: dict) -> str:
@@ -161,6 +162,14 @@ def _facts(r: dict, options: dict) -> list[tuple]:
         rows.append(("attention in training", ATTENTION[options["arm"]]))
         linear = options.get("linear")
         rows.append(("linears in training", f"FP8, `{linear}`" if linear else "high precision"))
+        if words := PRECISION.get(options.get("precision")):
+            rows.append(("precision in training", words))
+        if rank := options.get("lora_rank"):
+            rows.append(("trained", f"LoRA adapters of rank {rank}, merged into the base model"))
+        if (rope := options.get("rope")) and "factor" in options:
+            rows.append(
+                ("context", f"{options['factor']:g} times the base model's, RoPE by `{rope}`")
+            )
     if training.get("study"):
         return rows + card_study.facts(training)
     if training.get("step") is not None:
@@ -191,7 +200,11 @@ def _data(training: dict, options: dict) -> str:
         what += f" (Python {python})" if python else ""
     else:
         what = f"`{data}`" + (f", `{options['data_config']}`" if options.get("data_config") else "")
-        what += f", split `{options['split']}`, column `{options['text_column']}`"
+        what += f", split `{options['split']}`"
+        if "messages_column" in options:  # of finetune.py
+            what += f", column `{options['messages_column']}`; losses are of the answers alone"
+        else:
+            what += f", column `{options['text_column']}`"
     apart = "do not see each other" if options["documents"] == "separate" else "see each other"
     held = options["held_out"]
     out = (

@@ -15,20 +15,10 @@ from torch import Tensor
 from hf_deltamatch.export.evaluations import HUB_NAME
 from hf_deltamatch.export.source import Source
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
-from hf_deltamatch.training import ARMS
 
 FORMAT = "hf_deltamatch.model_results"
 FORMAT_VERSION = 1
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|txt)$")
-
-
-def recipe_of_run(options: dict) -> tuple[AttentionRecipe | None, LinearRecipe | None]:
-    """Of attention (None: SDPA in high precision) and of linears (None: high precision)."""
-    name, linear = ARMS[options["arm"]], options.get("linear")
-    return (
-        None if name is None else AttentionRecipe.from_name(name, block=options["block"]),
-        None if linear is None else LinearRecipe.from_name(linear),
-    )
 
 
 def equations(attention: AttentionRecipe | None, linear: LinearRecipe | None) -> str:

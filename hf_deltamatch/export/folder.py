@@ -21,7 +21,8 @@ from hf_deltamatch.export import weights as w
 from hf_deltamatch.export.source import Source, find_source
 from hf_deltamatch.export.study import find_study
 from hf_deltamatch.hf import DeltaMatchConfig
-from hf_deltamatch.training import CheckpointError
+from hf_deltamatch.hf.train_config import write_train_config
+from hf_deltamatch.training import CheckpointError, recipes_of
 
 
 @dataclass
@@ -97,7 +98,9 @@ def trained_recipe(source: Source, saved: dict | None) -> DeltaMatchConfig | Non
         attention, linear = source.study.recipes
         leave = source.study.config.get("leave")
     elif source.options is not None:
-        attention, linear = facts.recipe_of_run(source.options)
+        attention, linear = recipes_of(
+            source.options["arm"], source.options.get("linear"), source.options["block"]
+        )
     else:
         return None
     if attention is None and linear is None:
@@ -278,6 +281,7 @@ def _training(source: Source, name: str, spread: dict | None) -> dict:
     """What the run of a script says of itself."""
     return {
         "options": facts.without_paths(source.options) if source.options else None,
+        "aside": source.aside,
         "local": facts.local_names(source.options or {}),
         "data": source.data,
         "command": source.script
@@ -318,20 +322,22 @@ def _check_text(text: Path, source: Source, folder: Path, plan: fp8.Fp8Plan | No
 def _write_rest(folder: Path, results: dict) -> None:
     training = results["training"]
     facts.write_json(folder / "results.json", results)
-    recipe = {
-        "format": "hf_deltamatch.train_config",
-        "quantization_config": results["recipe"]["quantization_config"],
-        "step": training["step"],
-        "options": training["options"],
-    }
+    options = training["options"]
     study = training.get("study")
     if study:
-        recipe["options"] = study["config"]
+        options = study["config"]
         text = card_study.yaml_of(study, results["card"]["name"])
         (folder / study_facts.STUDY_FILE).write_text(text, encoding="utf-8")
-    facts.write_json(folder / "config.train.json", recipe)
+    recipe = results["recipe"]["quantization_config"]
+    write_train_config(
+        folder,
+        None if recipe is None else DeltaMatchConfig.from_dict(recipe),
+        step=training["step"],
+        options=options,
+    )
     if training["options"]:
-        text = yaml.safe_dump(training["options"], sort_keys=False, allow_unicode=True)
+        again = {**training["options"], **training.get("aside", {})}
+        text = yaml.safe_dump(again, sort_keys=False, allow_unicode=True)
         (folder / "train.yaml").write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(card.write_card(results), encoding="utf-8")
     entries = evaluations.hub_entries(results["lm_eval"]) if "lm_eval" in results else {}

@@ -37,6 +37,8 @@ class Source:
     """An adapter was merged into the weights: they are none that training multiplied with."""
     study: StudyRun | None = None
     """The run of a study that kept the weights; it has no ``options`` of a script."""
+    aside: dict = field(default_factory=dict)
+    """Options of the run that two runs may differ in, which a command that repeats it names."""
 
     @property
     def script(self) -> str | None:
@@ -104,6 +106,7 @@ def _checkpoint(folder: Path, run: Path, step: int | None) -> Source:
     step, options = manifest["step"], dict(manifest["run"])
     source = Source(folder, True, options, options.pop("data_identity", None), step)
     rows = read_metrics(run / "metrics.jsonl")
+    source.aside = dict(manifest.get("aside") or {})
     source.numbers = next((dict(r) for r in reversed(rows) if r["step"] == step), {})
     source.numbers.pop("step", None)
     results = _json(run / "results.json")
@@ -138,8 +141,9 @@ def _saved_model(folder: Path) -> Source:
         source.options = dict(results["options"])
         source.data = source.options.pop("data_identity", None)
         source.step = results.get("steps")
+        source.aside = dict(results.get("aside") or {})
         source.where = {k: results[k] for k in ("environment", "processes") if k in results}
-        known = ("options", "steps", "environment", "processes")
+        known = ("options", "aside", "steps", "environment", "processes")
         source.numbers = {k: v for k, v in results.items() if k not in known}
     return source
 

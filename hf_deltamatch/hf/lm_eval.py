@@ -3,8 +3,8 @@
 ``hf-deltamatch eval --model_args pretrained=PATH --tasks …`` takes lm-eval's own options. Extra
 ``model_args``:
 
-* ``attention``: recipe name, ``auto`` (what the checkpoint says in its ``config.json``, or in the
-  ``config.train.json`` of an exported folder; else ``delta_matching``) or ``none``;
+* ``attention``: recipe name, ``auto`` (what the checkpoint says in its ``config.json``, or the
+  ``config.train.json`` beside it; else ``delta_matching``, with a warning) or ``none``;
 * ``linear``: recipe name, ``auto`` (the same, else ``blockwise``) or ``none``;
 * ``fp8_backend``: ``reference`` for the slow path on a GPU without a kernel. It changes no recipe.
 
@@ -15,7 +15,6 @@ that config leaves in high precision stays so.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections import Counter
@@ -24,7 +23,6 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from transformers.utils import cached_file
 
 from hf_deltamatch.environment import environment
 from hf_deltamatch.hf.attention import ATTN_IMPLEMENTATION
@@ -46,6 +44,7 @@ from hf_deltamatch.hf.modules import (
     plain_implementation,
     set_attention_recipe,
 )
+from hf_deltamatch.hf.train_config import read_train_config
 from hf_deltamatch.ops.observe import CALLS
 
 _LOG = logging.getLogger(__name__)
@@ -122,13 +121,15 @@ class DeltaMatchLM(HFLM):
             )
         defaults = _DEFAULTS
         if quantization_config is None and "auto" in self._wanted.values():
-            trained = _trained_with(**kwargs)
+            trained = read_train_config(**kwargs)
             if trained is not None and trained["quantization_config"] is not None:
                 quantization_config = DeltaMatchConfig.from_dict(trained["quantization_config"])
                 quantization_config.backend = self._fp8_backend
                 saved = True
             elif trained is not None:
                 defaults = dict.fromkeys(_DEFAULTS)
+            else:
+                self._say_defaults(kwargs.get("pretrained"))
         wanted = {
             what: None if name in (None, "none") else (defaults[what] if name == "auto" else name)
             for what, name in self._wanted.items()
@@ -138,6 +139,18 @@ class DeltaMatchLM(HFLM):
         super()._create_model(*args, quantization_config=quantization_config, **kwargs)
         if saved:
             self._override_saved(quantization_config)
+
+    def _say_defaults(self, pretrained: str) -> None:
+        chosen = [
+            f"{what}={_DEFAULTS[what] if name == 'auto' else name or 'none'}"
+            for what, name in self._wanted.items()
+        ]
+        _LOG.warning(
+            "%s does not say in what arithmetic it was trained; evaluated with %s. Choose with "
+            "--model_args attention=…,linear=… (recipe names, or none for high precision).",
+            pretrained,
+            ",".join(chosen),
+        )
 
     def _override_saved(self, saved: DeltaMatchConfig) -> None:
         """The checkpoint's own config wins in Transformers; apply what was asked for on top."""
@@ -195,22 +208,6 @@ class DeltaMatchLM(HFLM):
             "weights_sha256": _weights_sha256(self.pretrained),
             "environment": environment(),
         }
-
-
-def _trained_with(pretrained, revision=None, subfolder=None, **_) -> dict | None:
-    """``config.train.json`` of a folder that `hf-deltamatch export` wrote, here or on the hub."""
-    missing = ("missing_entries", "connection_errors", "gated_repo")
-    file = cached_file(
-        pretrained,
-        "config.train.json",
-        revision=revision,
-        subfolder=subfolder or "",
-        **{f"_raise_exceptions_for_{what}": False for what in missing},
-    )
-    if file is None:
-        return None
-    found = json.loads(Path(file).read_text(encoding="utf-8"))
-    return found if found.get("format") == "hf_deltamatch.train_config" else None
 
 
 def _is_ours(model) -> bool:

@@ -5,7 +5,7 @@ Depends on ``hf`` and ``ops``; nothing here imports Accelerate or `datasets`, so
 ``examples/`` and ``hf-deltamatch study`` share it.
 """
 
-from hf_deltamatch.training.arms import ARMS, apply_arm
+from hf_deltamatch.training.arms import ARMS, apply_arm, recipes_of, train_config
 from hf_deltamatch.training.checkpoints import (
     CheckpointError,
     checkpoints,
@@ -40,6 +40,8 @@ __all__ = [
     "order_positions",
     "peak_flops",
     "read_manifest",
+    "recipes_of",
     "set_lr",
+    "train_config",
     "write_checkpoint",
 ]

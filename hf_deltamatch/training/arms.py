@@ -5,12 +5,37 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
+from hf_deltamatch.hf import (
+    ATTN_IMPLEMENTATION,
+    DeltaMatchConfig,
+    check_model,
+    set_attention_recipe,
+    swap_linears,
+)
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
 ARMS = {"mp": None, "sd": "stale_delta", "dm": "delta_matching"}
 """Attention recipe of each arm: mixed precision through SDPA; FP8 with a stale δ; FP8, matched δ."""
+
+
+def recipes_of(
+    arm: str, linear: str | None, block: str
+) -> tuple[AttentionRecipe | None, LinearRecipe | None]:
+    """Of attention (None: SDPA in high precision) and of linears (None: high precision)."""
+    name = ARMS[arm]
+    return (
+        None if name is None else AttentionRecipe.from_name(name, block=block),
+        None if linear is None else LinearRecipe.from_name(linear),
+    )
+
+
+def train_config(arm: str, linear: str | None, block: str) -> DeltaMatchConfig | None:
+    """What ``config.train.json`` says of it; None: all in high precision."""
+    attention, linears = recipes_of(arm, linear, block)
+    if attention is None and linears is None:
+        return None
+    return DeltaMatchConfig(attention=attention, linear=linears)
 
 
 def apply_arm(

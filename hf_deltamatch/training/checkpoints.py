@@ -29,7 +29,13 @@ class CheckpointError(ValueError):
 
 
 def write_checkpoint(
-    folder: Path, step: int, files: Mapping[str, Writer], *, run: dict, keep: int = 3
+    folder: Path,
+    step: int,
+    files: Mapping[str, Writer],
+    *,
+    run: dict,
+    aside: dict | None = None,
+    keep: int = 3,
 ) -> Path:
     """Write the checkpoint of ``step`` and remove all but the newest ``keep``.
 
@@ -37,6 +43,7 @@ def write_checkpoint(
         folder: of the run.
         files: name to a function that writes the file at the path it is given.
         run: what the checkpoint belongs to (JSON types): compared by :func:`read_manifest`.
+        aside: what else its numbers depend on, and the command that repeats it; not compared.
         keep: at least 1.
 
     Returns:
@@ -60,6 +67,7 @@ def write_checkpoint(
         "format_version": FORMAT_VERSION,
         "step": step,
         "run": run,
+        "aside": aside or {},
         "files": facts,
     }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

@@ -27,6 +27,10 @@ ASIDE = {"about": "aside"}
 """Metadata of fields that may change when a run is resumed: they do not change what is trained."""
 
 
+REPEATED = ("micro_batch", "eval_rows")
+"""May change when a run is resumed; a command that is to give the same numbers names them."""
+
+
 def aside(default: Any) -> Any:
     return field(default=default, metadata=ASIDE)
 
@@ -188,9 +192,13 @@ class Options:
         for f in fields(self):
             if f.metadata == ASIDE:
                 del out[f.name]
-        for name in ("micro_batch", "backend", "checkpointing", "compile", "precision"):
-            del out[name]
+        for name in (*REPEATED, "backend", "checkpointing", "compile", "precision"):
+            out.pop(name, None)
         return out
+
+    def aside(self) -> dict:
+        """What is not compared and yet belongs to a command that repeats the run and its numbers."""
+        return {name: getattr(self, name) for name in REPEATED}
 
 
 Kind = TypeVar("Kind", bound=Options)
@@ -262,6 +270,8 @@ def checked(kind: type[Options], values: dict) -> dict:
             near = difflib.get_close_matches(str(name), hints, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown option {name!r}{hint} Known: {', '.join(sorted(hints))}.")
+        if name == "precision" and value is False:
+            value = "no"  # which YAML reads as false
         out[name] = _as(name, value, hints[name])
     return out
 

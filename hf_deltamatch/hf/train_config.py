@@ -1,0 +1,44 @@
+"""``config.train.json``: the arithmetic that weights were trained in, beside weights whose ``config.json``
+names none, so that they load as a plain model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from hf_deltamatch.hf.config import DeltaMatchConfig
+
+FILE = "config.train.json"
+FORMAT = "hf_deltamatch.train_config"
+
+
+def write_train_config(folder: Path, recipe: DeltaMatchConfig | None, **more: Any) -> None:
+    """``recipe`` None: all in high precision. ``more``: JSON types, for whoever reads the file."""
+    found = {
+        "format": FORMAT,
+        "quantization_config": None if recipe is None else recipe.to_dict(),
+        **more,
+    }
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    (folder / FILE).write_text(text, encoding="utf-8")
+
+
+def read_train_config(
+    pretrained: str, revision: str | None = None, subfolder: str | None = None, **_: Any
+) -> dict | None:
+    """Of a folder or a repository of the hub; None without such a file of this program."""
+    missing = ("missing_entries", "connection_errors", "gated_repo")
+    file = cached_file(
+        pretrained,
+        FILE,
+        revision=revision,
+        subfolder=subfolder or "",
+        **{f"_raise_exceptions_for_{what}": False for what in missing},
+    )
+    if file is None:
+        return None
+    found = json.loads(Path(file).read_text(encoding="utf-8"))
+    return found if found.get("format") == FORMAT else None
