@@ -75,7 +75,8 @@ def make_accelerator(o: Options) -> Accelerator:
     if o.batch_size % each:
         raise SystemExit(
             f"batch_size is {o.batch_size}; it must be a multiple of {each}: micro_batch "
-            f"{o.micro_batch} on {accelerator.num_processes} processes."
+            f"{o.micro_batch} on {accelerator.num_processes} processes. Give another --micro-batch, or a "
+            "--batch-size that it divides."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
@@ -90,4 +91,5 @@ def set_arm(o: Options, accelerator: Accelerator, model: PreTrainedModel) -> Non
     try:
         accelerator.print(tr.apply_arm(model, o.arm, device=accelerator.device, **how))
     except (ValueError, NotImplementedError) as error:
-        raise SystemExit(f"arm {o.arm!r}: {error}") from error
+        said = str(error)
+        raise SystemExit(said if said.startswith("arm ") else f"arm {o.arm!r}: {said}") from error

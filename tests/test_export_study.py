@@ -379,3 +379,9 @@ def test_a_copy_elsewhere_is_a_plain_saved_model(output, tmp_path) -> None:
     card = (tmp_path / "o" / "README.md").read_text()
     assert "In what arithmetic" in card and "None recorded." in card
     assert not (tmp_path / "o" / "study.yaml").exists()
+
+
+def test_a_key_that_is_not_there(output, tmp_path, capsys) -> None:
+    assert export(output / "models" / "0123456789abcdef", "--output", tmp_path / "o") == 2
+    said = capsys.readouterr().err
+    assert "no such folder" in said and "name one of its runs: models/" in said

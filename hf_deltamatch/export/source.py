@@ -59,7 +59,9 @@ def find_source(run: Path, step: int | None = None) -> Source:
         ValueError: no folder, nothing to export in it, no such step, or a study's run that is not done.
     """
     if not run.is_dir():
-        raise ValueError(f"{run}: no such folder; name the output folder of a training script.")
+        there = saved_runs(run.parent)
+        also = f" {run.parent} is {there}." if there else ""
+        raise ValueError(f"{run}: no such folder; name the output folder of a training script.{also}")
     if (study := find_study(run)) is not None:
         if step is not None:
             raise ValueError(
