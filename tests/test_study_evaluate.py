@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from study_files import small
 from tiny_models import one_thread  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_deltamatch import cli
 from hf_deltamatch.study import evaluate as study_evaluate
-from hf_deltamatch.study import report
-from hf_deltamatch.study.evaluate import CHOICES, Evaluate, questions
+from hf_deltamatch.study import pool, report
+from hf_deltamatch.study import run as study_run
+from hf_deltamatch.study.evaluate import CHOICES, Evaluate, ScoringError, questions
 from hf_deltamatch.study.run import Trainer, train
 from hf_deltamatch.study.spec import parse_study
 from hf_deltamatch.study.tokenizer import byte_tokenizer
@@ -21,10 +24,21 @@ from hf_deltamatch.study.tokenizer import byte_tokenizer
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from hf_deltamatch.hf import lm_eval_scores  # noqa: E402
 from hf_deltamatch.hf.lm_eval import DeltaMatchLM  # noqa: E402
 
 CPU = torch.device("cpu")
 LINEARS = "study_linears.yaml"
+FOXES = {
+    "task": "foxes",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{t}}",
+    "metric_list": [{"metric": "bits_per_byte"}],
+    "metadata": {"version": 1.0},
+}
 
 
 def study_of(text: str, arms: list[str], **evaluate):
@@ -85,17 +99,7 @@ def test_scores_of_local_tasks_and_their_gaps(text, corpus, tmp_path) -> None:
     (tmp_path / "docs.jsonl").write_text(
         "".join(json.dumps({"t": f"fox {i}."}) + "\n" for i in range(9))
     )
-    task = {
-        "task": "foxes",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "docs.jsonl")}},
-        "test_split": "test",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{t}}",
-        "metric_list": [{"metric": "bits_per_byte"}],
-        "metadata": {"version": 1.0},
-    }
+    task = {**FOXES, "dataset_kwargs": {"data_files": {"test": str(tmp_path / "docs.jsonl")}}}
     (tmp_path / "foxes.yaml").write_text(yaml.safe_dump(task))
     tasks = ["foxes", "continuation"]
     study = study_of(text, ["MP", "DM"], tasks=tasks, include=str(tmp_path))
@@ -160,6 +164,69 @@ def test_refused(options, words) -> None:
     with pytest.raises(ValueError, match=words):
         parse_study({"model": {"model_type": "llama"}, "evaluate": options})
     assert Evaluate().tasks == ("continuation",)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tasks": ["continuation", "foxs"]}, "'foxs' is no task, group or tag.*near are foxes"),
+        ({"include": "none"}, "'none' is no folder with files of tasks"),
+        ({"source": "short.txt"}, "50 held-out bytes are fewer than a question"),
+    ],
+)
+def test_tasks_are_known_before_anything_is_trained(
+    options, words, text, tmp_path, capsys, monkeypatch
+) -> None:
+    """By the command: no worker has started and nothing is written."""
+    (tmp_path / "foxes.yaml").write_text(yaml.safe_dump(FOXES))
+    (tmp_path / "short.txt").write_text("x" * 250)
+    data = small(LINEARS, text, evaluate={"include": str(tmp_path), **options})
+    if "source" in options:
+        data["corpus"]["source"] = str(tmp_path / data["evaluate"].pop("source"))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+    monkeypatch.setattr(pool, "run_all", lambda *_, **__: pytest.fail("trained"))
+    folder = tmp_path / "out"
+    assert cli.main(["study", str(tmp_path / "a.yaml"), "--output", str(folder)]) == 2
+    assert re.search(f"^hf-deltamatch study: study: .*{words}", capsys.readouterr().err)
+    assert not folder.exists()
+
+
+def test_names_of_tasks(tmp_path, monkeypatch) -> None:
+    """lm-eval's own, those of a folder, and files."""
+    (tmp_path / "foxes.yaml").write_text(yaml.safe_dump(FOXES))
+    lm_eval_scores.check_tasks(["foxes", str(tmp_path / "foxes.yaml")], str(tmp_path))
+    lm_eval_scores.check_tasks(["foxes", "lambada_openai"], str(tmp_path))
+    with pytest.raises(ValueError, match="'lambada_opena' is no task.*near are lambada_openai"):
+        lm_eval_scores.check_tasks(["lambada_opena"])
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_weights_are_kept_when_scoring_fails(save, text, corpus, tmp_path, monkeypatch) -> None:
+    def fail(*_) -> dict:
+        raise KeyError("foxs")
+
+    run = study_of(text, ["MP"]).runs[0]
+    monkeypatch.setattr(study_run, "evaluate", fail)
+    folder = tmp_path / "models" / run.key
+    folder.parent.mkdir()
+    said = f"are in models/{run.key}" if save else r"are lost \(--save keeps them\)"
+    with pytest.raises(ScoringError, match=f"scoring failed; .* {said}. KeyError: 'foxs'"):
+        train(run, corpus, CPU, save=folder if save else None)
+    assert folder.exists() is save
+    if save:
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
+
+
+def test_scores_do_not_depend_on_saving(text, corpus, tmp_path, monkeypatch) -> None:
+    """What is saved has the ends of its own tokenizer, the model that is scored those of its class."""
+    seen = []
+    ends = lambda model, *_: seen.append(model.generation_config.eos_token_id) or {}
+    monkeypatch.setattr(study_run, "evaluate", ends)
+    run = study_of(text, ["MP"]).runs[0]
+    train(run, corpus, CPU)
+    train(run, corpus, CPU, save=tmp_path / "saved")
+    assert seen[0] == seen[1]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.eos_token_id == 0
 
 
 def test_lm_eval_is_asked_for_before_training(monkeypatch) -> None:

@@ -7,12 +7,14 @@ import math
 
 import pytest
 import torch
+import yaml
 from study_files import CONFIGS, small
 from tiny_models import one_thread  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_deltamatch import cli
 from hf_deltamatch.hf.linear import fp8_linears
-from hf_deltamatch.study import report
+from hf_deltamatch.study import pool, report
 from hf_deltamatch.study import run as study_run
 from hf_deltamatch.study.claims import check
 from hf_deltamatch.study.model import build_model
@@ -154,6 +156,20 @@ def test_leave_names_modules_whose_linears_stay(text) -> None:
     names = list(fp8_linears(build_model(runs["FP8 FFN"].config, CPU, None)))
     assert len(names) == 12 and all(".mlp." in n for n in names)
     assert len(fp8_linears(build_model(runs["FP8 linears"].config, CPU, None))) == 28
+
+
+def test_leave_that_matches_nothing_is_found_before_training(
+    text, tmp_path, capsys, monkeypatch
+) -> None:
+    data = small(LINEARS, text)
+    data["arms"]["FP8 FFN"]["leave"] = ["*.self_atn"]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+    monkeypatch.setattr(pool, "run_all", lambda *_, **__: pytest.fail("trained"))
+    folder = tmp_path / "out"
+    assert cli.main(["study", str(tmp_path / "a.yaml"), "--output", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "study: arm 'FP8 FFN' in 'Llama, no-QK-norm': " in said and "'*.self_atn'" in said
+    assert not folder.exists()
 
 
 def rows_of(*losses: float | None, status: str = "done") -> dict[int, dict]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import io
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import lm_eval
 from lm_eval.tasks import TaskManager
@@ -71,6 +73,24 @@ def scores(
         else:
             os.environ["DISABLE_MULTIPROC"] = before
     return {task: _metrics(found) for task, found in out["results"].items()}
+
+
+def check_tasks(names: Sequence[str], include: str | None = None) -> None:
+    """
+    Raises:
+        ValueError: a name that lm-eval does not know, with those of ``include``. Nothing is loaded.
+    """
+    if include is not None and not Path(include).is_dir():
+        raise ValueError(f"{include!r} is no folder with files of tasks.")
+    known = _manager(include, tuple(names)).all_tasks
+    for name in names:
+        if name not in known and not Path(name).is_file():
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise ValueError(
+                f"{name!r} is no task, group or tag of lm-eval{hint}. `hf-deltamatch eval ls tasks` "
+                "lists its own; a folder of further ones is `include`."
+            )
 
 
 @functools.cache

@@ -6,6 +6,7 @@ corpus      bytes of text, and the hash of what they were
 model       Transformers' own classes, in the arithmetic of an arm
 tokenizer   bytes as tokens
 evaluate    lm-eval's scores of final weights
+before      what is looked at before the first run
 run         one run on one device
 pool        many runs at once, each result kept as it comes
 claims      whether gaps keep the bounds that the file sets

@@ -63,9 +63,7 @@ def run_command(args: argparse.Namespace) -> int:
     import transformers
 
     from hf_deltamatch.ops.backend import BACKENDS
-    from hf_deltamatch.study import pool, report
-    from hf_deltamatch.study.corpus import load_corpus
-    from hf_deltamatch.study.evaluate import require_lm_eval
+    from hf_deltamatch.study import before, pool, report
     from hf_deltamatch.study.model import is_known
     from hf_deltamatch.study.spec import load_study, select
     from hf_deltamatch.training.study_rows import read_rows
@@ -96,13 +94,11 @@ def run_command(args: argparse.Namespace) -> int:
         for run in runs:
             print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not done(run)]
     if missing and not args.report_only:
         graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
-        if "evaluate" in missing[0].config:
-            require_lm_eval()
-        load_corpus(**study.corpus)  # says here, and once, what is wrong with it
+        before.check(study, missing)
+        folder.mkdir(parents=True, exist_ok=True)
         say = lambda text: print(text, flush=True)
         say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")
         pool.run_all(
@@ -120,6 +116,7 @@ def run_command(args: argparse.Namespace) -> int:
             show=show,
         )
         rows = read_rows(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     found = report.write_report(study, rows, folder)
     print(report.to_markdown(found), flush=True)
     written = ("report.md", "report.json", "report.png", "runs.jsonl")

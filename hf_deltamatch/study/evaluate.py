@@ -45,6 +45,10 @@ class Evaluate:
                 checks.whole(f"evaluate.{name}", value, 0 if name == "num_fewshot" else 1)
 
 
+class ScoringError(RuntimeError):
+    """A run was trained and could not be scored."""
+
+
 def require_lm_eval() -> None:
     """
     Raises:
@@ -55,6 +59,24 @@ def require_lm_eval() -> None:
             'study: `evaluate` needs lm-eval: pip install "hf-deltamatch[eval]", or leave '
             "`evaluate` out of the file."
         )
+
+
+def check_tasks(options: Evaluate, corpus: Corpus) -> None:
+    """What scoring needs, before anything is trained.
+
+    Raises:
+        ValueError: a task that lm-eval does not know, or too little held-out text for ours.
+    """
+    if CONTINUATION in options.tasks:
+        questions(corpus, 1)
+    names = [t for t in options.tasks if t != CONTINUATION]
+    if names or options.include is not None:
+        from hf_deltamatch.hf.lm_eval_scores import check_tasks
+
+        try:
+            check_tasks(names, options.include)
+        except ValueError as error:
+            raise ValueError(f"study: evaluate: {error}") from error
 
 
 def questions(corpus: Corpus, documents: int) -> list[dict]:

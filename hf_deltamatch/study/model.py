@@ -87,6 +87,21 @@ def is_known(config: dict) -> bool:
     return config["model"]["model_type"] in CONFIG_MAPPING
 
 
+def check_leave(config: dict) -> None:
+    """A run's ``leave`` against its model without weights.
+
+    Raises:
+        ValueError: a pattern that matches no linear, or none is left to be swapped.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of_fields(config["model"]))
+    except Exception:  # a model that cannot be built is the failure of its own runs
+        return
+    recipe = LinearRecipe.from_dict(config["linear"])
+    swap_linears(model, recipe, modules_to_not_convert=config["leave"], backend="reference")
+
+
 def fuse_norms(model: nn.Module) -> None:
     """torch's fused RMSNorm in place of its five separate operations: the same formula."""
     for module in model.modules():
@@ -156,8 +171,13 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Weights, config and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and
     ``export``. The arm is not in it: which arithmetic runs is chosen when it is loaded."""
-    for config in (model.config, model.generation_config):  # not those of the class's own tokenizer
-        if config is not None:
+    configs = [c for c in (model.config, model.generation_config) if c is not None]
+    before = [(c.bos_token_id, c.eos_token_id) for c in configs]
+    try:
+        for config in configs:  # not those of the class's own tokenizer
             config.bos_token_id = config.eos_token_id = END[0]
-    model.save_pretrained(folder)
+        model.save_pretrained(folder)
+    finally:  # scores must not depend on whether weights were saved
+        for config, ids in zip(configs, before, strict=True):
+            config.bos_token_id, config.eos_token_id = ids
     byte_tokenizer().save_pretrained(folder)

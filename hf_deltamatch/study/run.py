@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_deltamatch.diagnostics import count_calls, record_row_sum
 from hf_deltamatch.study.corpus import Corpus
-from hf_deltamatch.study.evaluate import Evaluate, evaluate
+from hf_deltamatch.study.evaluate import Evaluate, ScoringError, evaluate
 from hf_deltamatch.study.model import (
     build_model,
     decays,
@@ -197,18 +197,32 @@ def train(
 
     Raises:
         GraphError: the step could not be recorded; start again in a new process without a graph.
+        ScoringError: the weights could not be scored; they are in ``save``.
     """
     # torch's remark that a capturable optimiser also runs outside of a graph.
     warnings.filterwarnings("ignore", message=".*capturable=True.*")
     with _own_stream(device):
         row, trainer = _stages(run.config, corpus, device, backend, cuda_graph, progress)
-        if "evaluate" in run.config:
-            options = Evaluate(**run.config["evaluate"])
-            last = row.get("then") or row
-            last["scores"] = evaluate(trainer.model, options, corpus, trainer.options.seq_len)
+        # Before scoring, which may fail after hours of training.
         if save is not None:
             _save_whole(trainer.model, save)
+        if "evaluate" in run.config:
+            last = row.get("then") or row
+            last["scores"] = _scores(run, corpus, trainer, save)
     return {**identity(run), **row, "corpus": corpus.facts}
+
+
+def _scores(run: Run, corpus: Corpus, trainer: Trainer, save: Path | None) -> dict:
+    options = Evaluate(**run.config["evaluate"])
+    try:
+        return evaluate(trainer.model, options, corpus, trainer.options.seq_len)
+    except Exception as error:  # lm-eval and its tasks raise many kinds
+        where = "are lost (--save keeps them)"
+        if save is not None:
+            where = f"are in {save.parent.name}/{save.name}"
+        raise ScoringError(
+            f"trained, but scoring failed; the final weights {where}. {type(error).__name__}: {error}"
+        ) from error
 
 
 def _save_whole(model: PreTrainedModel, folder: Path) -> None:
