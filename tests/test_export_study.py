@@ -23,6 +23,7 @@ from hf_deltamatch.export.card import write_card
 from hf_deltamatch.export.study import find_study
 from hf_deltamatch.export.study_facts import study_file, training
 from hf_deltamatch.formats import BLOCKWISE_128X128, E4M3
+from hf_deltamatch.hf.train_config import read_train_config
 from hf_deltamatch.reference import dequantize, quantize
 from hf_deltamatch.study.spec import load_study, parse_study
 from hf_deltamatch.training.study_rows import read_rows
@@ -379,6 +380,16 @@ def test_a_copy_elsewhere_is_a_plain_saved_model(output, tmp_path) -> None:
     card = (tmp_path / "o" / "README.md").read_text()
     assert "In what arithmetic" in card and "None recorded." in card
     assert not (tmp_path / "o" / "study.yaml").exists()
+
+
+@pytest.mark.parametrize("arm", STUDY["arms"])
+def test_eval_runs_what_the_study_kept_as_trained(arm, output, tmp_path) -> None:
+    """Before it is exported, too."""
+    found = read_train_config(str(folder_of(output, arm=arm)))
+    kept = export(folder_of(output, arm=arm), "--output", tmp_path / "o")
+    assert kept == 0
+    exported_config = json.loads((tmp_path / "o" / "config.train.json").read_text())
+    assert found["quantization_config"] == exported_config["quantization_config"]
 
 
 def test_a_key_that_is_not_there(output, tmp_path, capsys) -> None:

@@ -61,7 +61,9 @@ def find_source(run: Path, step: int | None = None) -> Source:
     if not run.is_dir():
         there = saved_runs(run.parent)
         also = f" {run.parent} is {there}." if there else ""
-        raise ValueError(f"{run}: no such folder; name the output folder of a training script.{also}")
+        raise ValueError(
+            f"{run}: no such folder; name the output folder of a training script.{also}"
+        )
     if (study := find_study(run)) is not None:
         if step is not None:
             raise ValueError(

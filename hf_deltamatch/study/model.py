@@ -10,8 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
+from hf_deltamatch.hf import (
+    ATTN_IMPLEMENTATION,
+    DeltaMatchConfig,
+    check_model,
+    set_attention_recipe,
+    swap_linears,
+)
 from hf_deltamatch.hf.model_config import config_of_fields
+from hf_deltamatch.hf.train_config import write_train_config
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.study.corpus import END
@@ -168,16 +175,29 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             p.data = p.data.to(dtype)
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Weights, config and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and
-    ``export``. The arm is not in it: which arithmetic runs is chosen when it is loaded."""
+def train_config(config: dict) -> DeltaMatchConfig | None:
+    """Of a run's arm; None: all in high precision."""
+    attention, linear = config["attention"], config["linear"]
+    if attention == "sdpa" and linear is None:
+        return None
+    return DeltaMatchConfig(
+        attention=None if attention == "sdpa" else AttentionRecipe.from_dict(attention),
+        linear=None if linear is None else LinearRecipe.from_dict(linear),
+        modules_to_not_convert=config.get("leave"),
+    )
+
+
+def save_model(model: PreTrainedModel, folder: Path, config: dict) -> None:
+    """Weights and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and ``export``: a
+    plain model, and beside it the arithmetic of the run's ``config``."""
     configs = [c for c in (model.config, model.generation_config) if c is not None]
     before = [(c.bos_token_id, c.eos_token_id) for c in configs]
     try:
-        for config in configs:  # not those of the class's own tokenizer
-            config.bos_token_id = config.eos_token_id = END[0]
+        for c in configs:  # not those of the class's own tokenizer
+            c.bos_token_id = c.eos_token_id = END[0]
         model.save_pretrained(folder)
     finally:  # scores must not depend on whether weights were saved
-        for config, ids in zip(configs, before, strict=True):
-            config.bos_token_id, config.eos_token_id = ids
+        for c, ids in zip(configs, before, strict=True):
+            c.bos_token_id, c.eos_token_id = ids
     byte_tokenizer().save_pretrained(folder)
+    write_train_config(folder, train_config(config), options=config)

@@ -205,7 +205,7 @@ def train(
         row, trainer = _stages(run.config, corpus, device, backend, cuda_graph, progress)
         # Before scoring, which may fail after hours of training.
         if save is not None:
-            _save_whole(trainer.model, save)
+            _save_whole(trainer.model, save, run.config)
         if "evaluate" in run.config:
             last = row.get("then") or row
             last["scores"] = _scores(run, corpus, trainer, save)
@@ -225,11 +225,11 @@ def _scores(run: Run, corpus: Corpus, trainer: Trainer, save: Path | None) -> di
         ) from error
 
 
-def _save_whole(model: PreTrainedModel, folder: Path) -> None:
+def _save_whole(model: PreTrainedModel, folder: Path, config: dict) -> None:
     """The folder is there when it is whole, whenever this process is killed."""
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(model, partial)
+    save_model(model, partial, config)
     if folder.exists():  # of a run whose row was lost
         shutil.rmtree(folder)
     partial.rename(folder)
