@@ -116,6 +116,15 @@ def test_written_files(tmp_path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_no_picture_no_link(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    failed = {key: {**r, "status": "failed", "error": "x"} for key, r in rows().items()}
+    for found in ({}, failed):
+        report.write_report(STUDY, found, tmp_path)
+        assert "report.png" not in (tmp_path / "report.md").read_text()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
 class Axis:
     """What is drawn on it."""
 

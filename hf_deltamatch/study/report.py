@@ -216,8 +216,8 @@ def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool
             partial = folder / f"report.{os.getpid()}.partial.png"
             plot(study, rows, partial)
             if partial.exists():  # there may be nothing to draw
-                partial.replace(folder / "report.png")
-            image = "report.png"
+                image = "report.png"
+                partial.replace(folder / image)
         except ImportError:
             pass
     for name, text in (
