@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import re
 import threading
 from types import SimpleNamespace
 
@@ -308,6 +309,43 @@ def test_model_types_that_transformers_lacks_are_left_out(tmp_path, text, capsys
     said = capsys.readouterr().out
     assert "b: left out, Transformers " in said and "-         a / MP / seed 0" in said
     assert "b / MP" not in said
+
+
+def test_nothing_that_can_be_run(tmp_path, text, capsys) -> None:
+    """A misspelled model type: a sentence and no report, but results from elsewhere are shown."""
+    file = study_file(tmp_path, text, model={**MODEL, "model_type": "lama"}, arms=["MP"])
+    out = tmp_path / "out"
+    assert cli.main(["study", file, "--output", str(out)]) == 2
+    said = capsys.readouterr()
+    assert "default: left out, Transformers " in said.out
+    assert "study: nothing can be run: model_type is 'lama'" in said.err and "llama" in said.err
+    assert not out.exists()
+    assert cli.main(["study", file, "--output", str(out), "--report-only"]) == 0
+    assert not (out / "report.png").exists() and "png" not in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "words"),
+    [
+        ("cuda:0", 0, "finds no CUDA device here.*allowed here: cpu"),
+        ("cuda", 0, "finds no CUDA device here"),
+        ("cuda:2", 2, "finds 2 CUDA devices here.*allowed here: cpu, cuda:0, cuda:1"),
+        ("meta", 0, "allowed here: cpu and cuda:0"),
+        ("mtia", 0, "allowed here: cpu and cuda:0"),
+    ],
+)
+def test_devices_are_there_before_a_worker_starts(
+    device, there, words, tmp_path, text, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(pool, "run_all", lambda *_, **__: pytest.fail("trained"))
+    out = tmp_path / "out"
+    command = ["study", study_file(tmp_path, text), "--output", str(out), "--devices", device]
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"hf-deltamatch study: --devices has '{device}', on .*{words}.*\n", said)
+    assert not out.exists()
+    assert cli.main([*command, "--report-only"]) == 1  # the report of elsewhere's results
 
 
 def test_time_limit_leaves_runs_for_later(tmp_path, text, capsys) -> None:

@@ -103,6 +103,26 @@ def test_failed_runs_are_shown() -> None:
     page = report.to_markdown(report.build_report(STUDY, found))
     line = next(li for li in page.splitlines() if li.startswith("| DM"))
     assert "0 of 2, 1 failed" in line and "1.150 ± 0.071" in line
+    assert page.count("* DM, seed 0 failed: x\n") == 1
+
+
+def test_an_arm_whose_runs_all_failed_has_no_numbers_but_its_errors() -> None:
+    study = parse_study({**FILE, "claims": [{"arm": "DM", "within": 0.1}]})
+    found = rows()
+    for run in study.runs:
+        if run.arm == "DM" and run.setting == "calm":
+            error = f"ValueError: no\n  kernel {'x' * 500}" if run.seed else "OSError: disk"
+            found[run.key] = {"key": run.key, "status": "failed", "error": error}
+    made = report.build_report(study, found)
+    page = report.to_markdown(made)
+    assert "| DM | failed | – | 0 of 0, 3 failed | – |  | – |  |" in page
+    calm = page[page.index("## calm") : page.index("## edge")]
+    assert "not finite" not in calm
+    assert calm.count("\n* ") == 2 and "* DM, seed 0 failed: OSError: disk\n" in calm
+    assert "* DM, seeds 1, 2 failed: ValueError: no kernel xxx" in calm and "xxx …\n" in calm
+    # What diverged has numbers that are not finite, and no error.
+    assert "errors" not in made["settings"]["edge"]["SD"] and "* SD, seed" not in page
+    assert "| calm | DM | MP | – |  | 0.1 | MP or DM failed or is missing |" in page
 
 
 def test_written_files(tmp_path) -> None:
@@ -114,6 +134,15 @@ def test_written_files(tmp_path) -> None:
     assert "![losses](report.png)" in page and "somewhere, torch 2; 10 parameters" in page
     assert (tmp_path / "report.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_no_picture_no_link(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    failed = {key: {**r, "status": "failed", "error": "x"} for key, r in rows().items()}
+    for found in ({}, failed):
+        report.write_report(STUDY, found, tmp_path)
+        assert "report.png" not in (tmp_path / "report.md").read_text()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["report.json", "report.md"]
 
 
 class Axis:
@@ -149,6 +178,30 @@ def test_gaps_of_the_picture_are_paired_over_seeds() -> None:
     plot._gaps(axis, STUDY, found)
     holes = [i for (c,) in axis.drawn["plot"] for i, x in enumerate(c) if math.isnan(x)]
     assert holes[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "loss", "gap"), [(6, 1, 1), (12, 1, 1), (80, 10, 10), (240, 20, 30), (9000, 20, 50)]
+)
+def test_labels_of_the_picture_name_what_a_point_is_the_mean_of(steps, loss, gap) -> None:
+    from hf_deltamatch.study import plot
+
+    losses = {"MP": [0.0] * steps, "DM": [0.0] * (steps // 2) + [1.0] * (steps - steps // 2)}
+    found = [
+        (run, {"loss": losses[run.arm], "status": "done", "best_loss": 1.0})
+        for run in STUDY.runs
+        if run.setting == "calm" and run.arm in losses
+    ]
+    for draw, width, label in (
+        (plot._losses, loss, "loss (nats per token)"),
+        (plot._gaps, gap, "gap to MP"),
+    ):
+        axis = Axis()
+        draw(axis, STUDY, found)
+        window = f"\ntrailing mean of {width} steps" if width > 1 else ""
+        assert axis.drawn["set_ylabel"] == [(label + window,)]
+        rise = axis.drawn["plot"][-1][0]
+        assert [0 < x < 1 for x in rise].count(True) == width - 1 and rise[-1] == 1.0
 
 
 def test_summary_of_a_run() -> None:

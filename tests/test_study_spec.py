@@ -76,13 +76,13 @@ def test_keys_follow_what_changes_results_and_nothing_else() -> None:
 
 
 def test_second_stages() -> None:
-    then = {"lr": 1e-4, "model": {"max_position_embeddings": 99}}
+    then = {"lr": 1e-4, "model": {"max_position_embeddings": 512}}
     settings = [{"name": "a", "then": {"seq_len": 99}}, {"name": "b", "then": {"steps": 3}}]
     train = {"steps": 7, "clip": 2.0}
     runs = parse_study({**SMALL, "train": train, "then": then, "settings": settings}).runs
     by_setting = {r.setting: r for r in runs}
     one = by_setting["a"].config["then"]
-    assert one["model"] == {"model_type": "llama", "max_position_embeddings": 99}
+    assert one["model"] == {"model_type": "llama", "max_position_embeddings": 512}
     assert (one["train"]["lr"], one["train"]["steps"], one["train"]["clip"]) == (1e-4, 7, 2.0)
     assert by_setting["b"].config["then"]["train"]["steps"] == 3
     assert [by_setting[n].stage for n in "ab"] == ["a, then 99 tokens", "b, then 512 tokens"]
@@ -134,6 +134,53 @@ def test_select() -> None:
 def test_refused(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_study({**SMALL, **change})
+
+
+LONG = {"train": {"seq_len": 4096}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (LONG, r"train.seq_len is 4096 \(settings\[0\]\).*2,048 tokens \(max_position_emb"),
+        ({**LONG, "model": {"model_type": "gpt2"}}, r"1,024 tokens \(n_positions\)"),
+        ({"model": {"model_type": "gpt2", "max_position_embeddings": 64}}, r"64 tokens \(n_pos"),
+        (
+            {"then": {"seq_len": 4096}},
+            r"then.seq_len is 4096 \(then in settings\[0\]\).*Set then.model.max_position",
+        ),
+        ({"settings": [{"name": "a"}, {"name": "b", **LONG}]}, r"4096 \(settings\[1\]\)"),
+    ],
+)
+def test_more_tokens_than_positions(change: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_study({**SMALL, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"seq_len": 2048}},
+        {**LONG, "model": {"model_type": "llama", "max_position_embeddings": 4096}},
+        # None, also where the file names what they have no use for.
+        *(
+            {**LONG, "model": {"model_type": name, **more}}
+            for name in ("mamba", "bloom", "rwkv", "xlnet")
+            for more in ({}, {"max_position_embeddings": 512})
+        ),
+        # Said when they are run: another version of Transformers may have them.
+        {**LONG, "model": {"model_type": "nothing_yet"}},
+        {**LONG, "model": {"model_type": "llama", "no_field": 1}},
+        {"then": {"seq_len": 4096, "model": {"max_position_embeddings": 4096}}},
+    ],
+)
+def test_as_many_tokens_as_positions(change: dict) -> None:
+    assert parse_study({**SMALL, **change}).runs
+
+
+@pytest.mark.parametrize("file", sorted(TABLE.parent.glob("study_*.yaml")), ids=lambda f: f.stem)
+def test_files_of_the_examples(file: Path) -> None:
+    assert load_study(file).runs
 
 
 @pytest.mark.parametrize(

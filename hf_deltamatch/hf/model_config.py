@@ -48,6 +48,22 @@ def config_of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"the config of {kind}: {type(error).__name__}: {said}") from error
 
 
+def positions_of(fields: dict[str, Any]) -> tuple[str, int] | None:
+    """The field of the config that says for how many positions a model is, and its value; None of
+    models without positions, and of fields that :func:`config_of_fields` refuses."""
+    try:
+        config = config_of_fields(fields).get_text_config()
+    except ValueError:
+        return None
+    # Of the class itself: a file may name fields that it has no use for.
+    own, given = type(config)().to_dict(), config.to_dict()
+    for name in ("max_position_embeddings", "n_positions"):
+        value = given.get(name)
+        if name in own and isinstance(value, int) and value > 0:
+            return name, value
+    return None
+
+
 def _read_by_code(cls: type, name: str) -> bool:
     """Do the models of a config ask for a field that it does not declare (Qwen2's for head_dim)?"""
     word = re.compile(rf"\b{re.escape(name)}\b")

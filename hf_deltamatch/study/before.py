@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
+from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.study.corpus import load_corpus
 from hf_deltamatch.study.evaluate import Evaluate, check_tasks, require_lm_eval
 from hf_deltamatch.study.model import check_leave
 from hf_deltamatch.study.spec import Run, Study
 
 
-def check(study: Study, missing: list[Run]) -> None:
+def check(study: Study, missing: list[Run], devices: list[str]) -> None:
     """
     Raises:
-        ValueError: the corpus, lm-eval, one of its tasks, or an arm's `leave`.
+        ValueError: a device, the corpus, lm-eval, one of its tasks, or an arm's `leave`.
     """
+    for name in devices:
+        check_device(name)
     evaluation = missing[0].config.get("evaluate")
     if evaluation is not None:
         require_lm_eval()
@@ -24,3 +29,38 @@ def check(study: Study, missing: list[Run]) -> None:
             check_leave(run.config)
         except ValueError as error:
             raise ValueError(f"study: arm {run.arm!r} in {run.setting!r}: {error}") from error
+
+
+def check_device(name: str) -> None:
+    """
+    Raises:
+        ValueError: nothing can be trained on this device here. No context is made on a GPU.
+    """
+    device = torch.device(name)
+    if device.type == "cuda":
+        there = torch.cuda.device_count()
+        if (device.index or 0) < there:
+            return
+        allowed = ", ".join(["cpu", *(f"cuda:{i}" for i in range(there))])
+        why = f"PyTorch finds {there or 'no'} CUDA device{'s' if there > 1 else ''} here"
+    else:
+        try:
+            torch.ones(1, device=device).item()  # `meta` has no numbers
+            return
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            allowed, why = "cpu and cuda:0 …", str(error).strip().partition("\n")[0]
+    raise ValueError(
+        f"--devices has {name!r}, on which nothing can be trained ({why}); allowed here: {allowed}. "
+        "`hf-deltamatch env` shows the device that is found."
+    )
+
+
+def check_known(chosen: list[Run]) -> None:
+    """
+    Raises:
+        ValueError: the installed Transformers has no model type of these runs.
+    """
+    try:
+        config_of_fields(chosen[0].config["model"])
+    except ValueError as error:
+        raise ValueError(f"study: nothing can be run: {error}") from error

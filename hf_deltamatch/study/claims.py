@@ -51,7 +51,9 @@ def lines(found: list[dict]) -> list[str]:
         bound = "" if one["within"] is None else f"{one['within']:g}"
         word = {True: "**holds**", False: "**does not hold**", None: ""}[one["holds"]]
         if one["within"] is not None and not word:
-            word = f"{one['to']} diverged or is missing"
+            paired = gap["n"] or gap["not_finite"]
+            lost = "diverged or is missing" if paired else f"or {one['arm']} failed or is missing"
+            word = f"{one['to']} {lost}"
         cells = [one["setting"], one["arm"], one["to"], mean, seeds, bound, word]
         out.append("| " + " | ".join(cells) + " |")
     return [*out, ""]

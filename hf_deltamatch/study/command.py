@@ -59,7 +59,11 @@ def add_parser(commands) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise."""
+    """Exit status 0 if every chosen run that is possible here has a result, 1 otherwise.
+
+    Raises:
+        ValueError, OSError: the file or the arguments; or nothing that is chosen is possible here.
+    """
     import transformers
 
     from hf_deltamatch.ops.backend import BACKENDS
@@ -94,10 +98,12 @@ def run_command(args: argparse.Namespace) -> int:
         for run in runs:
             print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
         return 0
+    if not runs and not args.report_only and not all(done(run) for run in chosen):
+        before.check_known(chosen)
     missing = [run for run in runs if not done(run)]
     if missing and not args.report_only:
         graph = study.runtime["cuda_graph"] if args.cuda_graph is None else args.cuda_graph
-        before.check(study, missing)
+        before.check(study, missing, devices)
         folder.mkdir(parents=True, exist_ok=True)
         say = lambda text: print(text, flush=True)
         say(f"{len(missing)} of {len(runs)} runs to do, {workers} at once on {', '.join(devices)}")

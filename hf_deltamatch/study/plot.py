@@ -10,7 +10,7 @@ from hf_deltamatch.study.sections import by_seed, sections
 from hf_deltamatch.study.spec import Run, Study
 
 LOSS_STEPS, GAP_STEPS = 20, 50
-"""Steps that a point is the mean of; of gaps at most an eighth of a run's."""
+"""Steps that a point is the mean of, the step's own and those before it; at most an eighth of a run's."""
 MOST_BANDS = 4
 """Arms; bands of more hide each other."""
 
@@ -54,9 +54,9 @@ def plot(study: Study, rows: dict[str, dict], path: Path) -> None:
 
 
 def _losses(axis, study: Study, found: list[tuple[Run, dict]]) -> None:
-    highest = 0.0
+    highest, width = 0.0, _width(found, LOSS_STEPS)
     for index, arm in enumerate(study.arms):
-        curves = [_smooth(row["loss"], LOSS_STEPS) for row in by_seed(found, arm).values()]
+        curves = [_smooth(row["loss"], width) for row in by_seed(found, arm).values()]
         for curve in curves:
             axis.plot(curve, color=f"C{index}", linewidth=0.6, alpha=0.5)
             highest = max(highest, *(x for x in curve if math.isfinite(x)), 0.0)
@@ -68,21 +68,21 @@ def _losses(axis, study: Study, found: list[tuple[Run, dict]]) -> None:
         top = max(2.2 * min(finals), 1.1 * max(finals))  # a diverged run may leave the picture
         top = min(top, 1.05 * highest) if highest > min(finals) else top
         axis.set_ylim(0.95 * min(finals), top)
-    axis.set_ylabel("loss (nats per token)")
+    axis.set_ylabel(f"loss (nats per token){_window(width)}")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
 
 
 def _gaps(axis, study: Study, found: list[tuple[Run, dict]]) -> None:
     base = by_seed(found, study.baseline)
-    largest = 0.0
+    largest, width = 0.0, _width(found, GAP_STEPS)
     for index, arm in enumerate(study.arms):
         here = by_seed(found, arm)
         pairs = [(row, base[seed]) for seed, row in here.items() if seed in base]
         if arm == study.baseline or not pairs:
             continue
         gaps = [_difference(row["loss"], other["loss"]) for row, other in pairs]
-        curves = [_smooth(gap, min(GAP_STEPS, max(10, len(gap) // 8))) for gap in gaps]
+        curves = [_smooth(gap, width) for gap in gaps]
         points = list(zip(*curves, strict=False))
         mean = [statistics.fmean(p) for p in points]
         axis.plot(mean, color=f"C{index}", linewidth=1.4)
@@ -103,8 +103,18 @@ def _gaps(axis, study: Study, found: list[tuple[Run, dict]]) -> None:
     axis.set_ylim(-limit, limit)
     axis.axhline(0.0, color="black", linewidth=0.8)
     axis.set_xlabel("step")
-    axis.set_ylabel(f"gap to {study.baseline}")
+    axis.set_ylabel(f"gap to {study.baseline}{_window(width)}")
     axis.grid(alpha=0.3)
+
+
+def _width(found: list[tuple[Run, dict]], most: int) -> int:
+    steps = max(len(row["loss"]) for _, row in found)
+    return max(1, min(most, steps // 8))
+
+
+def _window(width: int) -> str:
+    """For the label of an axis."""
+    return f"\ntrailing mean of {width} steps" if width > 1 else ""
 
 
 def _difference(a: list, b: list) -> list[float]:

@@ -13,6 +13,9 @@ from hf_deltamatch.study.sections import by_seed, sections
 from hf_deltamatch.study.spec import Study
 from hf_deltamatch.training.seeds import paired_gap, spread
 
+MOST_LETTERS = 400
+"""Of an error on the page."""
+
 
 def build_report(study: Study, rows: dict[str, dict]) -> dict:
     """JSON types: per setting and arm the losses over seeds, and the verdict on the claim.
@@ -67,6 +70,9 @@ def _arm(found: dict[int, dict], base: dict[int, dict] | None) -> dict:
         "seconds": spread([r["seconds"] for r in ran.values()]),
         "tokens_per_second": spread([r["tokens_per_second"] for r in ran.values()]),
     }
+    if len(ran) < len(found):
+        errors = {s: r["error"] for s, r in found.items() if s not in ran}
+        out["errors"] = {str(s): " ".join(error.split()) for s, error in errors.items()}
     residuals = [v for r in ran.values() for v in r["residual"]["values"] if v is not None]
     if residuals:
         out["residual"] = {"median": statistics.median(residuals), "max": max(residuals)}
@@ -124,18 +130,19 @@ def to_markdown(report: dict, image: str | None = None) -> str:
             failed = f", {a['failed']} failed" if a["failed"] else ""
             cells = [
                 arm,
-                _pm(a["final_loss"]),
+                _pm(a["final_loss"]) if n else "failed",
                 _gap(a),
                 f"{a['diverged']} of {n}{failed}",
-                _pm(a["held_out_loss"]),
+                _pm(a["held_out_loss"]) if n else "–",
                 residual,
-                _pm(a["grad_norm_last"], 2),
+                _pm(a["grad_norm_last"], 2) if n else "–",
                 ""
                 if a["tokens_per_second"]["mean"] is None
                 else f"{a['tokens_per_second']['mean']:,.0f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+        lines += _error_lines(arms)
         if any("scores" in a for a in arms.values()):
             lines += _score_lines(arms, report["baseline"])
         if any("held_out_before" in a for a in arms.values()):
@@ -147,6 +154,19 @@ def to_markdown(report: dict, image: str | None = None) -> str:
     if image:
         lines += [f"![losses]({image})", ""]
     return "\n".join(lines)
+
+
+def _error_lines(arms: dict) -> list[str]:
+    """One line of an arm and error; whole errors are in ``runs.jsonl``."""
+    lines = []
+    for arm, a in arms.items():
+        errors = a.get("errors", {})
+        for error in dict.fromkeys(errors.values()):
+            seeds = [seed for seed, other in errors.items() if other == error]
+            which = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
+            short = error if len(error) <= MOST_LETTERS else f"{error[:MOST_LETTERS]} …"
+            lines.append(f"* {arm}, {which} failed: {short}")
+    return [*lines, ""] if lines else []
 
 
 def _score_lines(arms: dict, baseline: str) -> list[str]:
@@ -216,8 +236,8 @@ def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool
             partial = folder / f"report.{os.getpid()}.partial.png"
             plot(study, rows, partial)
             if partial.exists():  # there may be nothing to draw
-                partial.replace(folder / "report.png")
-            image = "report.png"
+                image = "report.png"
+                partial.replace(folder / image)
         except ImportError:
             pass
     for name, text in (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_deltamatch.hf.model_config import positions_of
 from hf_deltamatch.ops.backend import BACKENDS
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.study import checks
@@ -210,7 +211,9 @@ def parse_study(data: Any, where: str = "study") -> Study:
         model = {**base_model, **_section(setting, "model", None, here)}
         if not isinstance(model.get("model_type"), str):
             raise ValueError(f"study: {here}: the model has no model_type, as in `llama`.")
+        _fits("train", train, model, here)
         then = {**base_then, **_section(setting, "then", _TRAIN | {"model"}, here)}
+        stage = _stage(train, model, then, f"then in {here}") if then else None
         for index, (arm, choice) in enumerate(arms.items()):
             for seed in seeds:
                 config = {
@@ -222,8 +225,8 @@ def parse_study(data: Any, where: str = "study") -> Study:
                 }
                 if evaluation:
                     config["evaluate"] = dataclasses.asdict(Evaluate(**evaluation))
-                if then:
-                    config["then"] = _stage(train, model, then, f"then in {here}")
+                if stage is not None:
+                    config["then"] = stage
                 # As JSON has it: tuples are lists, so that a key does not depend on where it is made.
                 config = json.loads(json.dumps(config))
                 order = (setting.get("priority", 0), seeds.index(seed), at, index)
@@ -286,8 +289,21 @@ def _stage(train: Train, model: dict, then: dict, where: str) -> dict:
     changed = dict(then)
     fields = _section(changed, "model", None, where)
     changed.pop("model", None)
-    second = Train(**{**dataclasses.asdict(train), **changed})
-    return {"train": dataclasses.asdict(second), "model": {**model, **fields}}
+    second, model = Train(**{**dataclasses.asdict(train), **changed}), {**model, **fields}
+    _fits("then", second, model, where)
+    return {"train": dataclasses.asdict(second), "model": model}
+
+
+def _fits(section: str, train: Train, model: dict, where: str) -> None:
+    """Beyond its positions a model is trained on what it has no meaning for, or fails."""
+    found = positions_of(model)
+    if found is not None and train.seq_len > found[1]:
+        name, most = found
+        under = "model" if section == "train" else "then.model"
+        raise ValueError(
+            f"study: {section}.seq_len is {train.seq_len} ({where}); the model has positions for "
+            f"{most:,} tokens ({name}). Set {under}.{name}, or a smaller seq_len."
+        )
 
 
 def _claims(claims: Any, arms: dict, baseline: str) -> list[Claim]:
