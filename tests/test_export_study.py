@@ -13,15 +13,16 @@ import torch
 import yaml
 from export_runs import MODEL, bitwise, plain_loss, results_of, untraced
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from study_files import CONFIGS
 from tiny_models import one_thread  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_deltamatch import AttentionRecipe, DeltaMatchConfig, LinearRecipe, check_model, cli
 from hf_deltamatch.export.card import write_card
+from hf_deltamatch.export.facts import without_paths as options_without_paths
 from hf_deltamatch.export.study import find_study
-from hf_deltamatch.export.study_facts import study_file, training
+from hf_deltamatch.export.study_facts import study_file, training, without_paths
 from hf_deltamatch.formats import BLOCKWISE_128X128, E4M3
 from hf_deltamatch.hf.train_config import read_train_config
 from hf_deltamatch.reference import dequantize, quantize
@@ -378,8 +379,48 @@ def test_a_copy_elsewhere_is_a_plain_saved_model(output, tmp_path) -> None:
     shutil.copytree(folder_of(output), tmp_path / "models" / folder_of(output).name)
     assert export(tmp_path / "models" / folder_of(output).name, "--output", tmp_path / "o") == 0
     card = (tmp_path / "o" / "README.md").read_text()
-    assert "In what arithmetic" in card and "None recorded." in card
+    assert "delta_matching" in card and "None recorded." in card
     assert not (tmp_path / "o" / "study.yaml").exists()
+    recipes = [
+        read_train_config(str(f))["quantization_config"]
+        for f in (folder_of(output), tmp_path / "o")
+    ]
+    assert recipes[0] == recipes[1]
+
+
+def test_of_weights_that_say_nothing_nothing_is_said(output, tmp_path) -> None:
+    """Null would mean high precision."""
+    folder = shutil.copytree(folder_of(output), tmp_path / "saved")
+    (folder / "config.train.json").unlink()
+    assert export(folder, "--output", tmp_path / "o") == 0
+    assert "In what arithmetic" in (tmp_path / "o" / "README.md").read_text()
+    assert not (tmp_path / "o" / "config.train.json").exists()
+
+
+def test_values_beyond_a_dtype(output, tmp_path, capsys) -> None:
+    folder = shutil.copytree(folder_of(output), tmp_path / "saved")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"][0, 0] = 1e5
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert export(folder, "--output", tmp_path / "o", "--dtype", "float16") == 2
+    assert "'lm_head.weight' has values that float16 cannot hold" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("short", ["", "a"])
+def test_a_text_without_a_next_token(short, output, tmp_path, capsys) -> None:
+    (tmp_path / "t.txt").write_text(short)
+    said = ("--text", tmp_path / "t.txt")
+    assert export(folder_of(output), "--output", tmp_path / "o", *said) == 2
+    assert f"has {len(short)} tokens; a loss needs two at least" in capsys.readouterr().err
+
+
+def test_a_folder_called_like_the_keyword() -> None:
+    """Is not published as Python's own library."""
+    config, local = without_paths({"corpus": {"source": "mine/stdlib"}})
+    assert config["corpus"]["source"] == "stdlib/" and local == ["corpus.source"]
+    assert without_paths({"corpus": {"source": "stdlib"}}) == ({"corpus": {"source": "stdlib"}}, [])
+    assert options_without_paths({"data": "./mine/stdlib"})["data"] == "stdlib/"
 
 
 @pytest.mark.parametrize("arm", STUDY["arms"])

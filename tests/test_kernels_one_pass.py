@@ -117,6 +117,23 @@ def test_a_poisoned_key_reaches_those_who_see_its_tile() -> None:
     assert dirty.dq[:, :, 140:].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_row_that_sees_nothing_gives_its_sink_nothing(backend: str) -> None:
+    """Where halves of the keys are merged by lse, such a row's gradient of lse is NaN."""
+    made = torch.randn(3, 1, 1, 8, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = made.to(DEVICE).unbind()
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool, device=DEVICE)
+    mask[:, :, 0] = False
+    sinks = torch.zeros(1, device=DEVICE, requires_grad=True)
+    _, lse = delta_matching_attention(
+        q, k, v, mask=mask, sinks=sinks, return_lse=True, backend=backend
+    )
+    grad = torch.ones_like(lse)
+    grad[:, :, 0] = torch.nan
+    lse.backward(grad)
+    assert sinks.grad.isfinite().all() and sinks.grad.abs().item() > 1e-3
+
+
 def test_rows_without_a_gradient_stay_zero_beside_an_output_that_is_no_number() -> None:
     """dO is zero where the loss leaves a token out; 0 · NaN is no δ to start from."""
     call = make_call(S)

@@ -91,6 +91,13 @@ def test_second_stages() -> None:
     assert plain[0].stage is None and plain[0].key not in {r.key for r in runs}
 
 
+def test_arms_that_are_the_same() -> None:
+    """Their runs would share a key, and one row would count for both."""
+    arms = {"A": {"attention": "delta_matching"}, "B": {"attention": "delta_matching"}}
+    with pytest.raises(ValueError, match="arms 'A' and 'B' are the same"):
+        parse_study({**SMALL, "arms": arms, "baseline": "A"})
+
+
 def test_claims_are_of_arms_and_change_no_key() -> None:
     claims = [{"arm": "DM", "within": 0.02}, {"arm": "DM", "to": "SD"}]
     study = parse_study({**SMALL, "claims": claims})

@@ -43,13 +43,19 @@ def is_hub_name(name: object) -> bool:
     )
 
 
+def last_part(path: str) -> str:
+    """Of a path; a folder that is called like the keyword ``stdlib`` keeps a slash."""
+    name = Path(path).name
+    return "stdlib/" if name == "stdlib" and path != "stdlib" else name
+
+
 def without_paths(options: dict) -> dict:
     """Options with local paths cut to their last part: a published file names no machine's folders."""
     out = dict(options)
     for key in ("model", "tokenizer", "data"):
         value = out.get(key)
         if isinstance(value, str) and not is_hub_name(value):
-            out[key] = Path(value).name
+            out[key] = last_part(value)
             if key == "data" and _DATA_FILE.search(value):
                 out["data_config"] = None  # of another data set: a file has no configurations
     return out

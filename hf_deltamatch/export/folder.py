@@ -101,6 +101,9 @@ def trained_recipe(source: Source, saved: dict | None) -> DeltaMatchConfig | Non
         attention, linear = recipes_of(
             source.options["arm"], source.options.get("linear"), source.options["block"]
         )
+    elif source.said is not None:
+        found = source.said.get("quantization_config")
+        return None if found is None else DeltaMatchConfig.from_dict(found)
     else:
         return None
     if attention is None and linear is None:
@@ -216,6 +219,11 @@ def _verify(
                 f"Transformers reads {name!r} back as other numbers than the run's; nothing was "
                 "written. Please report it with the model's config.json."
             )
+        if name not in trained and not torch.isfinite(read[name]).all():
+            raise ValueError(
+                f"--dtype: {name!r} has values that {str(dtype)[6:]} cannot hold. Export in another dtype: "
+                "bfloat16 or float32."
+            )
         exact = exact and _same(read[name], tensor)
     return exact
 
@@ -268,7 +276,7 @@ def _results(
         "weights": weights,
         "recipe": {
             "equations": facts.equations(attention, linear)
-            if recipe or options or source.study
+            if recipe or options or source.study or source.said
             else None,
             "quantization_config": None if recipe is None else recipe.to_dict(),
         },
@@ -310,6 +318,10 @@ def _check_text(text: Path, source: Source, folder: Path, plan: fp8.Fp8Plan | No
     data = text.read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = tokenizer(data.decode("utf-8"), add_special_tokens=False, return_tensors="pt")
+    if found["input_ids"].numel() < 2:
+        raise ValueError(
+            f"--text: {text} has {found['input_ids'].numel()} tokens; a loss needs two at least."
+        )
     model = _load(folder, plan)
     model.set_attn_implementation("eager")  # the same sums on any machine
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
@@ -329,12 +341,15 @@ def _write_rest(folder: Path, results: dict) -> None:
         text = card_study.yaml_of(study, results["card"]["name"])
         (folder / study_facts.STUDY_FILE).write_text(text, encoding="utf-8")
     recipe = results["recipe"]["quantization_config"]
-    write_train_config(
-        folder,
-        None if recipe is None else DeltaMatchConfig.from_dict(recipe),
-        step=training["step"],
-        options=options,
-    )
+    if (
+        results["recipe"]["equations"] is not None
+    ):  # else nothing is known, and `null` says something
+        write_train_config(
+            folder,
+            None if recipe is None else DeltaMatchConfig.from_dict(recipe),
+            step=training["step"],
+            options=options,
+        )
     if training["options"]:
         again = {**training["options"], **training.get("aside", {})}
         text = yaml.safe_dump(again, sort_keys=False, allow_unicode=True)

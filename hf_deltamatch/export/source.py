@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from hf_deltamatch.export.study import StudyRun, find_study, saved_runs
+from hf_deltamatch.hf.train_config import FILE, read_train_config
 from hf_deltamatch.training import CheckpointError, checkpoints, read_manifest
 from hf_deltamatch.training.metrics import read_metrics
 
@@ -39,6 +40,8 @@ class Source:
     """The run of a study that kept the weights; it has no ``options`` of a script."""
     aside: dict = field(default_factory=dict)
     """Options of the run that two runs may differ in, which a command that repeats it names."""
+    said: dict | None = None
+    """What a saved model's own ``config.train.json`` says."""
 
     @property
     def script(self) -> str | None:
@@ -140,6 +143,8 @@ def _take_merged(source: Source, run: Path, results: dict) -> None:
 def _saved_model(folder: Path) -> Source:
     _check_safetensors(folder)
     source = Source(folder, False, companion=folder, merged=folder.name == "merged")
+    if (folder / FILE).is_file():
+        source.said = read_train_config(str(folder))
     results = _json(folder.parent / "results.json")
     if folder.name in ("final", "merged") and isinstance(results.get("options"), dict):
         source.options = dict(results["options"])

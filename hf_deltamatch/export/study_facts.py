@@ -4,8 +4,8 @@ baseline, and the study file of this run alone."""
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
+from hf_deltamatch.export.facts import last_part
 from hf_deltamatch.export.study import StudyRun, last_stage
 from hf_deltamatch.training.seeds import paired_gap, spread
 
@@ -56,7 +56,7 @@ def without_paths(config: dict) -> tuple[dict, list[str]]:
     for part, name in (("corpus", "source"), ("evaluate", "include")):
         value = config.get(part, {}).get(name)
         if isinstance(value, str) and (part, value) != ("corpus", "stdlib"):
-            out[part] = {**config[part], name: Path(value).name or "text"}
+            out[part] = {**config[part], name: last_part(value) or "text"}
             local.append(f"{part}.{name}")
     return out, local
 

@@ -274,9 +274,10 @@ def _ds_sink(x: Problem, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Ten
     """The sink's column of dS, ``−P_sink · (δ − dlse)``: ``[B, Hq, Tq]`` FP32."""
     if x.sinks is None:
         return None
-    alive = lse != float("-inf")
-    p = torch.where(alive, torch.exp(x.sinks.float()[None, :, None] - lse), 0.0)
-    return -(p * (delta if dlse is None else delta - dlse))
+    p = torch.exp(x.sinks.float()[None, :, None] - lse)
+    grad = p * (delta if dlse is None else delta - dlse)
+    # The product, not P alone: the gradient of a row that sees nothing may be no number.
+    return -torch.where(lse == float("-inf"), 0.0, grad)
 
 
 def _mean_key(k8: Tensor, descale: Tensor, x: Problem) -> Tensor:

@@ -94,7 +94,9 @@ def packings(Tq: int, Tk: int, cu_q: Tensor | None, cu_k: Tensor | None) -> tupl
     for T, cu in ((Tq, cu_q), (Tk, cu_k)):
         slots = T // TOKENS_PER_TILE + n
         segment = torch.empty(slots, dtype=torch.int32, device=cu.device)
-        out.append(Packing(slots, cu.to(torch.int32).contiguous(), segment))
+        # Clamped, or an offset past 32 bits would wrap into the range that is asserted.
+        cu = cu.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
+        out.append(Packing(slots, cu, segment))
     q, k = out
     _segments_kernel[(-(-max(q.slots, k.slots) // 128), 2)](
         q.cu, k.cu, q.segment, k.segment, n, q.slots, k.slots, BLOCK=128

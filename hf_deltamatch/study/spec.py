@@ -171,6 +171,13 @@ def parse_study(data: Any, where: str = "study") -> Study:
     checks.json_types(data, where)
     _known(data, _TOP, where)
     arms = _arms(data.get("arms", list(ARMS)))
+    for arm, choice in arms.items():
+        others = [other for other in arms if other != arm and arms[other] == choice]
+        if others:
+            raise ValueError(
+                f"study: arms {arm!r} and {others[0]!r} are the same, so one result would stand for both. "
+                "Remove one; for the noise of an arm give more seeds."
+            )
     baseline = data.get("baseline", next(iter(arms)))
     if not isinstance(baseline, str) or baseline not in arms:
         raise ValueError(f"study: baseline is {baseline!r}; arms are {', '.join(arms)}.")
