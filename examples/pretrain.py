@@ -254,7 +254,7 @@ def finish(t: Training, tokenizer, numbers: dict) -> None:
         tokenizer.save_pretrained(output / "final")
         if not hasattr(model, "peft_config"):
             recipe = tr.train_config(t.o.arm, t.o.linear, t.o.block)
-            write_train_config(output / "final", recipe, step=t.step, options=t.run)
+            write_train_config(output / "final", recipe, step=t.step)
         where = {"processes": t.accelerator.num_processes, "environment": environment()}
         facts = {"options": t.run, "aside": t.o.aside(), "steps": t.step, **where, **numbers}
         (output / "results.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_deltamatch import training as tr
-from hf_deltamatch.hf.model_config import config_of_fields
+from hf_deltamatch.hf.model_config import config_of_fields, positions_in
 from hf_deltamatch.training.options import Options
 
 
@@ -24,13 +24,10 @@ def build_model(o: Options, **changes) -> PreTrainedModel:
     # Transformers raises what it likes.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise SystemExit(f"model {o.model!r}: {type(error).__name__}: {error}") from error
-    config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or getattr(
-        config, "n_positions", None
-    )
-    if longest is not None and o.seq_len > longest:
+    found = positions_in(model.config)
+    if found is not None and o.seq_len > found[1]:
         raise SystemExit(
-            f"seq_len is {o.seq_len}; the model has {longest} positions. Give a smaller --seq-len, a "
+            f"seq_len is {o.seq_len}; the model has {found[1]} positions. Give a smaller --seq-len, a "
             "model with more positions, or extend its context with examples/extend_context.py."
         )
     return model

@@ -21,7 +21,7 @@ from hf_deltamatch.export import weights as w
 from hf_deltamatch.export.source import Source, find_source
 from hf_deltamatch.export.study import find_study
 from hf_deltamatch.hf import DeltaMatchConfig
-from hf_deltamatch.hf.train_config import write_train_config
+from hf_deltamatch.hf.train_config import config_of, write_train_config
 from hf_deltamatch.training import CheckpointError, recipes_of
 
 
@@ -106,9 +106,7 @@ def trained_recipe(source: Source, saved: dict | None) -> DeltaMatchConfig | Non
         return None if found is None else DeltaMatchConfig.from_dict(found)
     else:
         return None
-    if attention is None and linear is None:
-        return None
-    return DeltaMatchConfig(attention=attention, linear=linear, modules_to_not_convert=leave)
+    return config_of(attention, linear, leave)
 
 
 def _spread(asked: Request, source: Source) -> dict | None:
@@ -341,15 +339,10 @@ def _write_rest(folder: Path, results: dict) -> None:
         text = card_study.yaml_of(study, results["card"]["name"])
         (folder / study_facts.STUDY_FILE).write_text(text, encoding="utf-8")
     recipe = results["recipe"]["quantization_config"]
-    if (
-        results["recipe"]["equations"] is not None
-    ):  # else nothing is known, and `null` says something
-        write_train_config(
-            folder,
-            None if recipe is None else DeltaMatchConfig.from_dict(recipe),
-            step=training["step"],
-            options=options,
-        )
+    # Null says "in high precision", so of what is not known nothing is written.
+    if results["recipe"]["equations"] is not None:
+        recipe = recipe and DeltaMatchConfig.from_dict(recipe)
+        write_train_config(folder, recipe, step=training["step"], options=options)
     if training["options"]:
         again = {**training["options"], **training.get("aside", {})}
         text = yaml.safe_dump(again, sort_keys=False, allow_unicode=True)

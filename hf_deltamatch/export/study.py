@@ -10,7 +10,13 @@ from pathlib import Path
 
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.training import CheckpointError
-from hf_deltamatch.training.study_rows import RESULTS, key_of, scan_rows, second_stage
+from hf_deltamatch.training.study_rows import (
+    RESULTS,
+    key_of,
+    recipes_of_config,
+    scan_rows,
+    second_stage,
+)
 
 MODELS = "models"
 _KEY = re.compile(r"[0-9a-f]{16}")
@@ -42,11 +48,7 @@ class StudyRun:
     @property
     def recipes(self) -> tuple[AttentionRecipe | None, LinearRecipe | None]:
         """Of attention (None: SDPA in high precision) and of linears (None: high precision)."""
-        attention, linear = self.config["attention"], self.config["linear"]
-        return (
-            None if attention == "sdpa" else AttentionRecipe.from_dict(attention),
-            None if linear is None else LinearRecipe.from_dict(linear),
-        )
+        return recipes_of_config(self.config)
 
 
 def last_stage(row: dict) -> dict:

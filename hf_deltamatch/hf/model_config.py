@@ -52,9 +52,14 @@ def positions_of(fields: dict[str, Any]) -> tuple[str, int] | None:
     """The field of the config that says for how many positions a model is, and its value; None of
     models without positions, and of fields that :func:`config_of_fields` refuses."""
     try:
-        config = config_of_fields(fields).get_text_config()
+        return positions_in(config_of_fields(fields))
     except ValueError:
         return None
+
+
+def positions_in(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """As :func:`positions_of`, of a config."""
+    config = config.get_text_config()
     # Of the class itself: a file may name fields that it has no use for.
     own, given = type(config)().to_dict(), config.to_dict()
     for name in ("max_position_embeddings", "n_positions"):

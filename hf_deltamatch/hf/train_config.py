@@ -10,9 +10,19 @@ from typing import Any
 from transformers.utils import cached_file
 
 from hf_deltamatch.hf.config import DeltaMatchConfig
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
 FILE = "config.train.json"
 FORMAT = "hf_deltamatch.train_config"
+
+
+def config_of(
+    attention: AttentionRecipe | None, linear: LinearRecipe | None, leave: list[str] | None = None
+) -> DeltaMatchConfig | None:
+    """Of what a model was trained in; None: all in high precision."""
+    if attention is None and linear is None:
+        return None
+    return DeltaMatchConfig(attention=attention, linear=linear, modules_to_not_convert=leave)
 
 
 def write_train_config(folder: Path, recipe: DeltaMatchConfig | None, **more: Any) -> None:

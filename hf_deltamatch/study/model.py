@@ -10,19 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from hf_deltamatch.hf import (
-    ATTN_IMPLEMENTATION,
-    DeltaMatchConfig,
-    check_model,
-    set_attention_recipe,
-    swap_linears,
-)
+from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.hf.model_config import config_of_fields
-from hf_deltamatch.hf.train_config import write_train_config
+from hf_deltamatch.hf.train_config import config_of, write_train_config
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.study.corpus import END
 from hf_deltamatch.study.tokenizer import byte_tokenizer
+from hf_deltamatch.training.study_rows import recipes_of_config
 
 DIRECT = (
     "bamba",
@@ -175,18 +170,6 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             p.data = p.data.to(dtype)
 
 
-def train_config(config: dict) -> DeltaMatchConfig | None:
-    """Of a run's arm; None: all in high precision."""
-    attention, linear = config["attention"], config["linear"]
-    if attention == "sdpa" and linear is None:
-        return None
-    return DeltaMatchConfig(
-        attention=None if attention == "sdpa" else AttentionRecipe.from_dict(attention),
-        linear=None if linear is None else LinearRecipe.from_dict(linear),
-        modules_to_not_convert=config.get("leave"),
-    )
-
-
 def save_model(model: PreTrainedModel, folder: Path, config: dict) -> None:
     """Weights and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and ``export``: a
     plain model, and beside it the arithmetic of the run's ``config``."""
@@ -200,4 +183,4 @@ def save_model(model: PreTrainedModel, folder: Path, config: dict) -> None:
         for c, ids in zip(configs, before, strict=True):
             c.bos_token_id, c.eos_token_id = ids
     byte_tokenizer().save_pretrained(folder)
-    write_train_config(folder, train_config(config), options=config)
+    write_train_config(folder, config_of(*recipes_of_config(config), config.get("leave")))

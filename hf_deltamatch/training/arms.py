@@ -12,6 +12,7 @@ from hf_deltamatch.hf import (
     set_attention_recipe,
     swap_linears,
 )
+from hf_deltamatch.hf.train_config import config_of
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
@@ -32,10 +33,7 @@ def recipes_of(
 
 def train_config(arm: str, linear: str | None, block: str) -> DeltaMatchConfig | None:
     """What ``config.train.json`` says of it; None: all in high precision."""
-    attention, linears = recipes_of(arm, linear, block)
-    if attention is None and linears is None:
-        return None
-    return DeltaMatchConfig(attention=attention, linear=linears)
+    return config_of(*recipes_of(arm, linear, block))
 
 
 def apply_arm(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+
 RESULTS = "runs.jsonl"
 _RAN = ("done", "diverged")
 
@@ -17,6 +19,15 @@ _RAN = ("done", "diverged")
 def key_of(config: dict) -> str:
     """Of a run: changes with anything that can change the result."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def recipes_of_config(config: dict) -> tuple[AttentionRecipe | None, LinearRecipe | None]:
+    """Of a run's attention (None: SDPA in high precision) and linears (None: high precision)."""
+    attention, linear = config["attention"], config["linear"]
+    return (
+        None if attention == "sdpa" else AttentionRecipe.from_dict(attention),
+        None if linear is None else LinearRecipe.from_dict(linear),
+    )
 
 
 def read_rows(folder: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, dict]:
