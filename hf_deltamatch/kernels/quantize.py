@@ -258,10 +258,12 @@ def _quantize_do_kernel(
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
     if o_ptr is not None:
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
-        if not STALE:
-            do = do_fp8.to(tl.float32) * fold[:, :, None]
+    factor = None
+    if not STALE:
+        do = do_fp8.to(tl.float32)
+        factor = fold
     store_row_statistics(
-        do, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
+        do, factor, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
         shifted_ptr, Dv, stride_ot, stride_od,
     )  # fmt: skip
 
