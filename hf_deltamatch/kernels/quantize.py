@@ -25,6 +25,7 @@ from hf_deltamatch.kernels.casts import (
     cast_fp8_words,
     exp2_int,
     inverse_exp2_int,
+    widen,
 )
 from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
@@ -91,7 +92,8 @@ def _quantize_slot(
         rows[:, :, None] + offs_d.to(tl.int64) * stride_xd,
         mask=live[:, :, None] & (offs_d < D),
         other=0.0,
-    ).to(tl.float32)
+    )
+    raw = widen(raw, SOFT_CAST)
     x = raw
     # As integers, magnitudes sort like numbers and NaN comes last; it is then read as infinity.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -264,7 +266,7 @@ def _quantize_do_kernel(
         factor = fold
     store_row_statistics(
         do, factor, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
-        shifted_ptr, Dv, stride_ot, stride_od,
+        shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,
     )  # fmt: skip
 
 
