@@ -132,10 +132,7 @@ def _quantize_slot(
     else:
         ones = tl.full(descale.shape, 1.0, tl.float32)
         factor = tl.div_rn(ones, tl.where(clean, descale, 1.0))
-    if TILE and not STATE:
-        if one != one:
-            x = tl.zeros_like(x)
-    else:
+    if not TILE or STATE:
         x = tl.where(clean[:, :, None] & (magnitude < 0x7F800000), x, 0.0)
     x = x * factor[:, :, None]
     payload = cast_fp8(x, E5M2, SOFT_CAST)
@@ -152,7 +149,14 @@ def _quantize_slot(
         x = tl.where(clean[:, :, None] & (magnitude >= 0x7F800000), float("nan"), x)
         payload = cast_fp8(x, E5M2, SOFT_CAST)
     out = (row + offs_t)[:, :, None] * D_PADDED + offs_d
-    tl.store(payload_ptr + out, payload, mask=inside[:, :, None] & (offs_d < D_PADDED))
+    use = inside[:, :, None] & (offs_d < D_PADDED)
+    tl.store(payload_ptr + out, payload, mask=use)
+    if TILE and not STATE:
+        if one != one:  # seldom, so written again and not selected
+            tl.store(payload_ptr + out, tl.zeros_like(x).to(payload.dtype), mask=use)
+            if transposed_ptr is not None:
+                nothing = tl.zeros([32, BLOCK_D], tl.int32)
+                _store_transposed(nothing, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     fold = token_amax
     if FOLDS:
         # Nothing survives rounding up to half the smallest subnormal, which ties to zero.
