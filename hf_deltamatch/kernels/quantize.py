@@ -24,7 +24,9 @@ from hf_deltamatch.kernels.casts import (
     cast_fp8,
     cast_fp8_words,
     exp2_int,
+    from_cast,
     inverse_exp2_int,
+    unknown_zero,
     widen,
 )
 from hf_deltamatch.kernels.geometry import own_segment, segment_of
@@ -266,7 +268,7 @@ def _quantize_do_kernel(
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
     factor = None
     if not STALE:
-        do = do_fp8.to(tl.float32)
+        do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST)
         factor = fold
     store_row_statistics(
         do, factor, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
