@@ -23,8 +23,9 @@ def row_lse2(lse, fold, DLSE: tl.constexpr):
 
 @triton.jit
 def row_delta(do, factor, o, lse, SOFT_CAST: tl.constexpr):
-    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16; 0
-    where a row sees nothing. The last axis of ``do`` and ``o`` holds the features."""
+    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16 and
+    dO = ``do · factor`` (or ``do``); 0 where a row sees nothing. The last axis of ``do`` and ``o`` holds the
+    features."""
     bf16 = widen(o, SOFT_CAST)
     if o.dtype != tl.bfloat16:
         bf16 = round_bf16(bf16)
@@ -40,8 +41,9 @@ def store_row_statistics(
     Dv, stride_ot, stride_od, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """``lse2`` and, where ``o`` is given (unmatched rules, and as an estimate), ``delta`` and ``delta − dlse``
-    of rows of ``do`` times their ``factor`` (or None), whose last axis holds the features. ``row`` and ``stat``: where the rows lie in plain
-    tensors and in slots; ``o_ptr`` points at the first row that ``offs_t`` counts from."""
+    of rows of ``do``, whose last axis holds the features; what is summed is ``do · factor``, if there is one.
+    ``row`` and ``stat``: where the rows lie in plain tensors and in slots; ``o_ptr`` points at the first row
+    that ``offs_t`` counts from."""
     tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:
         offs_d = tl.arange(0, do.shape[len(do.shape) - 1])
