@@ -109,6 +109,7 @@ def main(capability: int, cases: list[dict]) -> None:
             found, lost = sass.lost_operands(kernel.asm["cubin"])
             facts |= {"products_in_loops": found, "lost_operands": lost}
             facts["early_conversions"] = sass.early_conversions(kernel.asm["cubin"])
+            facts["foreign_conversions"] = sass.foreign_conversions(kernel.asm["cubin"])
         print(json.dumps(facts))
 
 

@@ -5,7 +5,8 @@ operand alone, ptxas 12.8 and 13.0 gave its registers to something else in the l
 but the first multiplied by that: wrong results from correct PTX.
 
 Where four numbers were cast to the E4M3 bytes of a word and two of these back to FP16, ptxas 12.8 converted
-the register of the word before that round had written it.
+the register of the word before that round had written it, or took bytes out of a register before the word
+was there: an address then.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?);")
 _CONDITIONAL = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+@!?U?P\w+ BRA.*`\((\.L_x_\d+)\)")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[HQ]GMMA\S* R\d+, R(\d+), gdesc")
-_FROM_E4M3 = re.compile(r"F2FP\.F16\.E4M3\.UNPACK_B\S* R\d+, R(\d+)")
+_FROM_E4M3 = re.compile(r"F2FP\.F16\.E[45]M[23]\.UNPACK_B\S* R\d+, R(\d+)")
 _WRITES = re.compile(r"(\S+) R(\d+)\b")
 _WRITES_NO_REGISTER = ("ST", "HGMMA", "QGMMA", "BAR", "SYNCS", "UTMA", "RED", "ATOM")
+_EXCLUSIVE_OR = re.compile(r"LOP3.LUT .*, RZ, 0x3c,")
+_SIGN = re.compile(r"SHF\.R\.S32\.HI R\d+, RZ, 0x1f,")
+_READS = re.compile(r"\bR\d+")
+_MAKES_BYTES = ("F2FP", "LD", "SHFL", "ATOM")
 LEFT_REGISTERS = 4  # a row of 16 bytes, for 64 × 32 bytes in 128 threads
 
 
@@ -43,22 +48,32 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
     return [(first, last) for first, last in jumps if first < last]
 
 
-def _code(cubin: bytes) -> Iterator[tuple[list[str], dict[int, list[int]]]]:
-    """Every loop's instructions, and where in it each register is written."""
+def _disassembled(cubin: bytes) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         command = [str(NVDISASM), "-c", str(path)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = lines.splitlines()
+    return lines.splitlines()
+
+
+def _written(text: str) -> range:
+    """Registers that an instruction writes."""
+    m = _WRITES.match(text)
+    if not m or m[1].startswith(_WRITES_NO_REGISTER):
+        return range(0)
+    return range(int(m[2]), int(m[2]) + _width(m[1]))
+
+
+def _code(cubin: bytes) -> Iterator[tuple[list[str], dict[int, list[int]]]]:
+    """Every loop's instructions, and where in it each register is written."""
+    lines = _disassembled(cubin)
     for first, last in _loops(lines):
         code = [m[1] if (m := _INSTRUCTION.search(x)) else "" for x in lines[first:last]]
         written: dict[int, list[int]] = {}
         for at, text in enumerate(code):
-            m = _WRITES.match(text)
-            if m and not m[1].startswith(_WRITES_NO_REGISTER):
-                for register in range(int(m[2]), int(m[2]) + _width(m[1])):
-                    written.setdefault(register, []).append(at)
+            for register in _written(text):
+                written.setdefault(register, []).append(at)
         yield code, written
 
 
@@ -77,7 +92,7 @@ def lost_operands(cubin: bytes) -> tuple[int, int]:
 
 
 def early_conversions(cubin: bytes) -> int:
-    """Conversions of E4M3 in loops that read a register which this round has not written yet."""
+    """Conversions of FP8 in loops that read a register which this round has not written yet."""
     early = 0
     for code, written in _code(cubin):
         for at, text in enumerate(code):
@@ -85,3 +100,71 @@ def early_conversions(cubin: bytes) -> int:
                 source = written.get(int(m[1]), [])
                 early += bool(source) and source[0] >= at
     return early
+
+
+def _operands(text: str) -> list[str]:
+    return [x.strip().split(".")[0] for x in text.partition(" ")[2].split(",")]
+
+
+def _shifted(wanted: frozenset[int], by: int) -> frozenset[int]:
+    return frozenset(byte + by for byte in wanted if 0 <= byte + by < 4)
+
+
+def _sources(text: str, wanted: frozenset[int]) -> list[tuple[str, frozenset[int]]] | None:
+    """What an instruction takes the wanted bytes of its result from: registers and bytes of them. None if it
+    does not move bytes."""
+    opcode, operands = text.split(" ")[0], _operands(text)
+    if opcode == "CS2R":
+        return []  # zeros that a load may leave
+    numbers = [int(x, 16) for x in operands if x.startswith("0x")]
+    if opcode == "PRMT" and numbers:
+        picked = [(numbers[0] >> 4 * byte) & 7 for byte in wanted]
+        low, high = (frozenset(n - at for n in picked if at <= n < at + 4) for at in (0, 4))
+        return [(operands[1], low), (operands[3], high)]
+    if opcode == "LOP3.LUT" and operands[3:5] == ["RZ", "0xc0"] and len(numbers) == 2:
+        return [(operands[1], frozenset(b for b in wanted if numbers[0] >> 8 * b & 255))]
+    if opcode.startswith("SHF.R") and numbers and numbers[0] % 8 == 0:
+        return [(operands[3], _shifted(wanted, numbers[0] // 8))]
+    if opcode.startswith("SHF.L") and numbers and numbers[0] % 8 == 0:
+        return [(operands[1], _shifted(wanted, -(numbers[0] // 8)))]
+    if opcode.startswith("IMAD") and numbers and numbers[0] in (1 << 8, 1 << 16, 1 << 24):
+        by = (numbers[0].bit_length() - 1) // 8
+        return [(operands[1], _shifted(wanted, -by)), (operands[3], wanted)]
+    if opcode.startswith(("MOV", "IMAD.MOV", "SEL", "FSEL", "LOP3")):
+        return [(x, wanted) for x in operands[1:]]
+    return None
+
+
+def foreign_conversions(cubin: bytes) -> int:
+    """Conversions of FP8 outside of loops whose bytes come from what is neither cast nor loaded: back in the
+    order of the code, as far as instructions only move and join bytes."""
+    lines = _disassembled(cubin)
+    code = [m[1] if (m := _INSTRUCTION.search(x)) else "" for x in lines]
+    looped = {at for first, last in _loops(lines) for at in range(first, last)}
+    last: dict[str, int] = {}
+    before: list[dict[str, int]] = []
+    foreign = 0
+    for at, text in enumerate(code):
+        before.append({r: last[r] for r in _READS.findall(text) if r in last})
+        if at not in looped and (m := _FROM_E4M3.match(text)):
+            half = frozenset({2, 3} if ".H1" in text.rpartition(",")[2] else {0, 1})
+            todo = [(before[at].get(f"R{m[1]}"), half)]
+            seen = set()
+            while todo:
+                i, wanted = todo.pop()
+                if i is None or not wanted or (i, wanted) in seen:
+                    continue
+                seen.add((i, wanted))
+                if not code[i].startswith(_MAKES_BYTES):
+                    parts = _sources(code[i], wanted)
+                    if parts is None:
+                        foreign += 1
+                        break
+                    parts = [(before[i].get(register), some) for register, some in parts]
+                    if _EXCLUSIVE_OR.match(code[i]):  # with the zero of `casts.unknown_zero`
+                        parts = [x for x in parts if x[0] is None or not _SIGN.match(code[x[0]])]
+                    todo += parts
+        last |= {f"R{register}": at for register in _written(text)}
+        if text.startswith("BRA") and "@" not in lines[at]:
+            last = {}  # what follows comes from elsewhere
+    return foreign

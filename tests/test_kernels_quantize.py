@@ -158,7 +158,7 @@ def check(c: Call, finite: bool = True) -> None:
     g = torch.Generator().manual_seed(2)
     lse = torch.randn(x.B, x.Hq, x.Tq, generator=g).to(DEVICE)
     lse[..., 3:5] = -INF
-    o = torch.randn(c.do.shape, generator=g).to(DEVICE)
+    o = torch.randn(c.do.shape, generator=g).to(DEVICE, c.do.dtype)
     delta = torch.empty_like(lse)
     do8, dod, do_t, fold, *stats = operands.quantize_do(c.do, o, lse, c.dlse, delta, x)
     assert_copy(do_t, do8, x.pack_q)

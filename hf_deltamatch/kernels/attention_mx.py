@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from hf_deltamatch.kernels import interpreted, triton_version
-from hf_deltamatch.kernels.casts import exp2_int
+from hf_deltamatch.kernels.casts import exp2_int, from_cast, unknown_zero
 from hf_deltamatch.kernels.geometry import visible
 from hf_deltamatch.kernels.logits import LOG2E, tanh
 from hf_deltamatch.kernels.quantize_mx import (
@@ -161,7 +161,8 @@ def dq_tile_mx(
             ds = ds * (1.0 - t * t)
         cast, code = cast_blocks(ds, False, False, SOFT_CAST)
         if PROJECT:
-            rounded = cast.to(tl.float32) * spread_blocks(exp2_int(code), BLOCK_N)
+            rounded = from_cast(cast, unknown_zero(softcap, SOFT_CAST), SOFT_CAST)
+            rounded = rounded * spread_blocks(exp2_int(code), BLOCK_N)
             leak += tl.sum(rounded - ds, 1)
         flags = token_flags(kt_code_ptr, start // 32, acc.shape[1], BLOCK_N // 32)[None, :]
         if MASKED:

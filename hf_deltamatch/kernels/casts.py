@@ -59,6 +59,23 @@ def _four_to_e4m3_and_rest(signed: bool) -> tl.constexpr:
     return tl.constexpr("{" + "; ".join(lines) + ";}")
 
 
+def _four_from(fmt: str) -> tl.constexpr:
+    """Assembly: the four bytes of a word to FP32 registers. ``$5`` is 0, see above."""
+    lines = [
+        ".reg .b16 lo, hi, h0, h1, h2, h3",
+        ".reg .b32 word, a, b",
+        "xor.b32 word, $4, $5",
+        "mov.b32 {lo, hi}, word",
+        f"cvt.rn.f16x2.{fmt}x2 a, lo",
+        f"cvt.rn.f16x2.{fmt}x2 b, hi",
+        "mov.b32 {h0, h1}, a",
+        "mov.b32 {h2, h3}, b",
+        *(f"cvt.f32.f16 ${i}, h{i}" for i in range(4)),
+    ]
+    return tl.constexpr("{" + "; ".join(lines) + ";}")
+
+
+FOUR_FROM_E4M3, FOUR_FROM_E5M2 = _four_from("e4m3"), _four_from("e5m2")
 FOUR_TO_E4M3_AND_REST = _four_to_e4m3_and_rest(True)
 FOUR_POSITIVE_TO_E4M3_AND_REST = _four_to_e4m3_and_rest(False)
 
@@ -219,17 +236,53 @@ def cast_and_rest(x, zero, POSITIVE: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
+def from_cast(x, zero, SOFT_CAST: tl.constexpr):
+    """FP8 that this program has cast itself, back to FP32; ``zero`` as in :func:`cast_and_rest`.
+
+    ptxas 12.8 may read other registers for ``x.to(tl.float32)`` there. A thread must have four elements
+    or more.
+    """
+    if SOFT_CAST:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            FOUR_FROM_E5M2 if x.dtype == tl.float8e5 else FOUR_FROM_E4M3,
+            "=f,=f,=f,=f,r,r,r,r,r",
+            [x, zero],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
 def unknown_zero(positive, SOFT_CAST: tl.constexpr):
-    """0 from a positive FP32 argument of the kernel; an integer one may be 1, which is compiled in."""
+    """0 from a positive argument of the kernel, FP32 or an int32 that is not specialised."""
     if SOFT_CAST:
         return 0
-    else:
+    elif positive.dtype.is_floating():
         return positive.to(tl.int32, bitcast=True) >> 31
+    else:
+        return positive >> 31
 
 
 @triton.jit
 def nan_to_zero(x):
     return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
+def widen(x, SOFT_CAST: tl.constexpr):
+    """BF16, FP16 or FP32 to FP32. Of a word of two BF16 the compiler makes three instructions and more where
+    two do."""
+    if x.dtype == tl.bfloat16 and not SOFT_CAST:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -24,7 +24,10 @@ from hf_deltamatch.kernels.casts import (
     cast_fp8,
     cast_fp8_words,
     exp2_int,
+    from_cast,
     inverse_exp2_int,
+    unknown_zero,
+    widen,
 )
 from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
@@ -91,7 +94,8 @@ def _quantize_slot(
         rows[:, :, None] + offs_d.to(tl.int64) * stride_xd,
         mask=live[:, :, None] & (offs_d < D),
         other=0.0,
-    ).to(tl.float32)
+    )
+    raw = widen(raw, SOFT_CAST)
     x = raw
     # As integers, magnitudes sort like numbers and NaN comes last; it is then read as infinity.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -130,10 +134,7 @@ def _quantize_slot(
     else:
         ones = tl.full(descale.shape, 1.0, tl.float32)
         factor = tl.div_rn(ones, tl.where(clean, descale, 1.0))
-    if TILE and not STATE:
-        if one != one:
-            x = tl.zeros_like(x)
-    else:
+    if not TILE or STATE:
         x = tl.where(clean[:, :, None] & (magnitude < 0x7F800000), x, 0.0)
     x = x * factor[:, :, None]
     payload = cast_fp8(x, E5M2, SOFT_CAST)
@@ -150,7 +151,14 @@ def _quantize_slot(
         x = tl.where(clean[:, :, None] & (magnitude >= 0x7F800000), float("nan"), x)
         payload = cast_fp8(x, E5M2, SOFT_CAST)
     out = (row + offs_t)[:, :, None] * D_PADDED + offs_d
-    tl.store(payload_ptr + out, payload, mask=inside[:, :, None] & (offs_d < D_PADDED))
+    use = inside[:, :, None] & (offs_d < D_PADDED)
+    tl.store(payload_ptr + out, payload, mask=use)
+    if TILE and not STATE:
+        if one != one:  # seldom, so written again and not selected
+            tl.store(payload_ptr + out, tl.zeros_like(x).to(payload.dtype), mask=use)
+            if transposed_ptr is not None:
+                nothing = tl.zeros([32, BLOCK_D], tl.int32)
+                _store_transposed(nothing, transposed_ptr, bh, slot, slots, D_PADDED, BLOCK_D)
     fold = token_amax
     if FOLDS:
         # Nothing survives rounding up to half the smallest subnormal, which ties to zero.
@@ -258,11 +266,13 @@ def _quantize_do_kernel(
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
     if o_ptr is not None:
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
-        if not STALE:
-            do = do_fp8.to(tl.float32) * fold[:, :, None]
+    factor = None
+    if not STALE:
+        do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST)
+        factor = fold
     store_row_statistics(
-        do, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
-        shifted_ptr, Dv, stride_ot, stride_od,
+        do, factor, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
+        shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,
     )  # fmt: skip
 
 

@@ -25,7 +25,9 @@ from hf_deltamatch.kernels.casts import (
     cast_fp8,
     cast_fp8_words,
     exp2_int,
+    from_cast,
     inverse_exp2_int,
+    unknown_zero,
 )
 from hf_deltamatch.kernels.geometry import own_segment, segment_of
 
@@ -125,13 +127,14 @@ def _quantize_mx_slot(
     columns = tl.arange(0, BLOCK_D // 32)
     out = (row + offs_t)[:, None] * (BLOCK_D // 32) + columns[None, :]
     tl.store(code_ptr + out, code.to(tl.uint8), mask=inside[:, None])
-    return offs_t, x, _dequantize(payload, code)
+    fresh = from_cast(payload, unknown_zero(T, SOFT_CAST), SOFT_CAST)
+    return offs_t, x, _dequantize(fresh, code)
 
 
 @triton.jit
 def _dequantize(payload, code):
     """2¹²⁸, which code 255 would be, is infinity: times the payload, which is 0 there, it is NaN."""
-    return payload.to(tl.float32) * spread_blocks(exp2_int(code), payload.shape[1])
+    return payload * spread_blocks(exp2_int(code), payload.shape[1])
 
 
 @triton.jit
@@ -234,8 +237,8 @@ def _quantize_do_mx_kernel(
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
     store_row_statistics(
-        do, lse, tl.full(lse.shape, 1.0, tl.float32), base + offs_t, inside, row, stat, o_ptr, dlse_ptr,
-        lse2_ptr, delta_ptr, shifted_ptr, Dv, stride_ot, stride_od,
+        do, None, lse, tl.full(lse.shape, 1.0, tl.float32), base + offs_t, inside, row, stat, o_ptr, dlse_ptr,
+        lse2_ptr, delta_ptr, shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,
     )  # fmt: skip
 
 
@@ -261,7 +264,7 @@ def _reencode_kernel(
     payload = tl.load(payload_ptr + at, mask=use, other=0.0)
     code = row_codes(code_ptr, row + offs_t, inside, BLOCK_D // 32).to(tl.int32)
     _reencode_slot(
-        _dequantize(payload, code), out_ptr, out_code_ptr, fold_ptr, slot, bh, T, base, length,
+        _dequantize(payload.to(tl.float32), code), out_ptr, out_code_ptr, fold_ptr, slot, bh, T, base, length,
         first, D_PADDED, slots, E5M2, BLOCK_D, SOFT_CAST,
     )  # fmt: skip
 
