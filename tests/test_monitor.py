@@ -4,7 +4,11 @@ training."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,3 +273,14 @@ def test_nan_of_a_layer_is_the_largest(values: tuple, monkeypatch: pytest.Monkey
     monkeypatch.setattr("hf_deltamatch.monitor.measure", lambda _: {"e_rel": next(found)})
     numbers = Monitor(1, layers=2)._measure([object(), object()])
     assert math.isnan(numbers["attention/e_rel"])
+
+
+@pytest.mark.slow
+def test_script_that_measures_its_cost(tmp_path) -> None:
+    script = Path(__file__).parent / "measure_monitor.py"
+    file = tmp_path / "cost.json"
+    command = [sys.executable, str(script), "--case", "tiny", "--json", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (row,) = json.loads(file.read_text())["rows"]
+    assert len(row["sampled_ms"]) == 2 and row["step_ms"] > 0
+    assert row["share"] == pytest.approx(row["extra_ms"] / row["step_ms"] / row["interval"])

@@ -94,10 +94,27 @@ def test_plain_attention() -> None:
     first = result["shapes"][0]
     assert first["name"] == next(iter(table("attention, ms")))
     assert f"{first['rows']['delta_matching']['fwd_bwd_ms']:.2f} ms at the first shape" in words()
+    (alone,) = json.loads((RESULTS / "attention_plain_alone_h200.json").read_text())["shapes"]
+    assert alone["name"] == first["name"]
+    assert f"{alone['rows']['delta_matching']['fwd_bwd_ms']:.2f} ms where only that" in words()
     for shape in json.loads(ATTENTION.read_text())["shapes"]:
         of, speed = shape["shape"], shape["rows"]["delta_matching"]["fwd_bwd_speedup"]
         long = of["D"] == 128 and of["T"] >= 8192 and of["window"] is None
         assert (speed > 1) is long, shape["name"]
+
+
+def test_monitor() -> None:
+    """What a sampled step costs, in TRAINING.md."""
+    rows = json.loads((RESULTS / "monitor_h200.json").read_text())["rows"]
+    said = " ".join((ROOT / "docs/TRAINING.md").read_text().split())
+    span = lambda name, scale=1: sorted(scale * row[name] for row in rows)[:: len(rows) - 1]
+    extra, step, share = span("extra_ms"), span("step_ms"), span("share", 100)
+    assert (
+        f"{extra[0]:.0f} to {extra[1]:.0f} ms longer than the {step[0]:.0f} to {step[1]:.0f}"
+        in said
+    )
+    assert f"{share[0]:.2f} to {share[1]:.2f} % at the default of every 200 steps" in said
+    assert share[1] < 2 and {row["interval"] for row in rows} == {200}
 
 
 def test_step() -> None:
