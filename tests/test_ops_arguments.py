@@ -110,6 +110,7 @@ def test_attention_devices(name: str, given: object) -> None:
         ("softmax_scale", float("nan"), ValueError, ["nan", "finite"]),
         ("softmax_scale", -float("inf"), ValueError, ["-inf", "finite"]),
         ("softmax_scale", 10**400, ValueError, ["finite"]),
+        ("softmax_scale", 1e39, ValueError, ["1e+39", "at most 1e+30"]),
         ("softmax_scale", torch.tensor(float("nan")), ValueError, ["nan", "finite"]),
         ("softmax_scale", "0.5", TypeError, ["'0.5' (str)", "finite number"]),
         ("softmax_scale", True, TypeError, ["True (bool)", "finite number"]),

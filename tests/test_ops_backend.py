@@ -34,6 +34,13 @@ def test_choose_by_device(op: str, device: str) -> None:
 
 
 @EVERY_OP
+def test_a_wrong_variable_is_said_everywhere(op: str, monkeypatch) -> None:
+    monkeypatch.setenv(kernels.HOPPER_VARIABLE, "2")
+    with pytest.raises(ValueError, match=f"{kernels.HOPPER_VARIABLE} is '2'; it must be 1"):
+        explain(op, CPU)
+
+
+@EVERY_OP
 def test_choose_without_kernel_names_the_slow_path(op: str, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "OPS", ())
     for device in (CUDA, torch.device("cuda", 1), torch.device("mps"), torch.device("xpu")):

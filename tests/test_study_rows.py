@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -75,7 +78,16 @@ def test_weights_that_are_missing_are_made(study, capsys) -> None:
     assert cli.main([*call, "--save"]) == 0
     assert "1 of 1 runs to do" in capsys.readouterr().out
     key = next(r["key"] for r in rows if r["arm"] == "DM")
-    assert [p.name for p in (folder / "out" / "models").iterdir()] == [key]  # nothing partial
+    models = folder / "out" / "models"
+    assert [p.name for p in models.iterdir()] == [key]  # nothing partial
+    # What is left by a process that was killed, and by one that is at work.
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = (models / f"{key}.{n}.partial" for n in (ended.pid, os.getpid()))
+    dead.mkdir(), alive.mkdir(), shutil.rmtree(models / key)
+    assert cli.main([*call, "--save"]) == 0
+    assert sorted(p.name for p in models.iterdir()) == [key, alive.name]
+    alive.rmdir(), capsys.readouterr()
     assert cli.main([*call, "--save"]) == 0 and "runs to do" not in capsys.readouterr().out
     again = read_rows(folder / "out")[key]
     assert again["loss"] == next(r for r in rows if r["key"] == key)["loss"]

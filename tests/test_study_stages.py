@@ -24,6 +24,20 @@ CPU = torch.device("cpu")
 CONTEXT, LINEARS = "study_context.yaml", "study_linears.yaml"
 
 
+def test_a_text_that_is_no_longer_than_a_row(text, tmp_path, capsys) -> None:
+    """Of a second stage, whose rows are longer: said before the first is trained."""
+    parts = ((4, 400, "held-out text has 100 bytes"), (2, 256, "training text has 128 bytes"))
+    for held_out, length, words in parts:
+        (tmp_path / "text.txt").write_text("x" * length)
+        data = small(CONTEXT, str(tmp_path / "text.txt"))
+        data["corpus"]["held_out_every"] = held_out
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+        assert cli.main(["study", str(tmp_path / "a.yaml"), "--output", str(tmp_path / "o")]) == 2
+        said = capsys.readouterr().err
+        assert words in said and "rows of 128 tokens" in said
+        assert not (tmp_path / "o").exists()
+
+
 def test_a_second_stage_goes_on_with_the_weights_of_the_first(text, corpus, monkeypatch) -> None:
     """Against two trainers by hand; and its context, positions and learning rate are its own."""
     run = parse_study(small(CONTEXT, text)).runs[0]

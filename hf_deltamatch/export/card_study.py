@@ -9,6 +9,7 @@ import yaml
 from hf_deltamatch.export.markdown import mean_and_deviation, table
 from hf_deltamatch.export.study_facts import study_file
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.training.markdown import cell
 
 
 def about(study: dict) -> str:
@@ -27,7 +28,7 @@ def tag(study: dict) -> str:
 def facts(training: dict) -> list[tuple]:
     """Rows of the card's first table."""
     study = training["study"]
-    config, arm = study["config"], _cell(study["arm"])
+    config, arm = study["config"], cell(study["arm"])
     attention, linear = config["attention"], config["linear"]
     said = "SDPA in high precision"
     if attention != "sdpa":
@@ -49,7 +50,7 @@ def facts(training: dict) -> list[tuple]:
     return [
         ("attention in training", f"{said} (arm {arm})"),
         ("linears in training", linears),
-        ("setting, seed", f"{_cell(study['setting'])}, {study['seed']}"),
+        ("setting, seed", f"{cell(study['setting'])}, {study['seed']}"),
         ("precision in training", precision),
         ("steps", steps),
         ("tokens", f"{training['tokens']:,}"),
@@ -62,10 +63,6 @@ def _last(config: dict) -> dict:
 
 def _batch(train: dict) -> str:
     return f"{train['batch_size']:,} × {train['seq_len']:,} tokens"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def data(training: dict) -> str:
@@ -146,7 +143,7 @@ def losses(training: dict) -> tuple[tuple, list[tuple]]:
     heads: tuple = ("nats per token", "this checkpoint", _heading(spread))
     if gap:
         pairs = f", {gap['pairs']} paired seeds" if gap["pairs"] > 1 else ", same seed"
-        heads += (f"gap to {_cell(gap['to'])}{pairs}",)
+        heads += (f"gap to {cell(gap['to'])}{pairs}",)
     rows = []
     for name, text in names.items():
         if name not in numbers:
@@ -234,7 +231,7 @@ def _scores(scores: dict, training: dict) -> str:
             over = mean_and_deviation(n["over_seeds"], 4) if several else "–"
             row = (task, metric, digits(n["value"]), digits(n["stderr"]), over)
             rows.append(row + ((mean_and_deviation(n["gap"], 4, "+"),) if gap else ()))
-    heads += (f"gap to {_cell(gap['to'])}",) if gap else ()
+    heads += (f"gap to {cell(gap['to'])}",) if gap else ()
     return f"{said}:\n\n{table(heads, rows)}"
 
 

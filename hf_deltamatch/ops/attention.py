@@ -94,7 +94,7 @@ def delta_matching_attention(
         mask: boolean, broadcastable to ``[B, Hq, Tq, Tk]``, True = attend (and-ed with the rest);
             or the compact int32 mask ``[B, 3, 1, Tk]`` with rows key position (−1 = hidden),
             window, query offset, which carries causality itself.
-        softmax_scale: temperature of the logits, any finite number; default ``D ** -0.5``. It has
+        softmax_scale: temperature of the logits, of at most 1e30; default ``D ** -0.5``. It has
             no gradient (a learned one multiplies q).
         softcap: logits become ``softcap · tanh(S / softcap)``; positive, without a gradient.
         sinks: ``[Hq]``, a learned logit per head that takes probability and has no value.
@@ -122,7 +122,9 @@ def delta_matching_attention(
     refuse_transforms("delta_matching_attention")
     check_types(q, k, v, mask, sinks, is_causal)
     window = check_window(window, is_causal)
-    softmax_scale = number("softmax_scale", softmax_scale, instead="Multiply q by it instead.")
+    softmax_scale = number(
+        "softmax_scale", softmax_scale, instead="Multiply q by it instead.", most=1e30
+    )
     softcap = number("softcap", softcap, instead="Pass a fixed number, softcap.item() for one.")
     dtype = autocast_dtype(q, k, v)
     if dtype is not None:

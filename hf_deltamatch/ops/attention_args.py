@@ -102,8 +102,10 @@ def split_cu_seqlens(
     )
 
 
-def number(name: str, value: object, *, instead: str) -> float | None:
-    """``softmax_scale`` or ``softcap`` as a finite float; None stays None.
+def number(
+    name: str, value: object, *, instead: str, most: float = sys.float_info.max
+) -> float | None:
+    """``softmax_scale`` or ``softcap`` as a finite float of at most ``most``; None stays None.
 
     A tensor that wants a gradient would silently get none, so it is refused; ``instead`` says what
     to do.
@@ -130,8 +132,11 @@ def number(name: str, value: object, *, instead: str) -> float | None:
             "None."
         )
     # One comparison, which is false for NaN too, and which symbolic numbers know.
-    if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{_FN}: `{name}` is {value!r}; it must be a finite number or None.")
+    if not abs(value) <= most:
+        range_ = "" if most == sys.float_info.max else f" of at most {most:g}, as logits are FP32,"
+        raise ValueError(
+            f"{_FN}: `{name}` is {value!r}; it must be a finite number{range_} or None."
+        )
     return float(value)
 
 

@@ -20,7 +20,12 @@ class Choice(NamedTuple):
 
 
 def explain(op: str, device: torch.device | str, backend: str | None = None) -> Choice:
-    """What ``op`` would run on ``device`` if asked for ``backend``."""
+    """What ``op`` would run on ``device`` if asked for ``backend``.
+
+    Raises:
+        ValueError: an environment variable of ours has a value that it must not have.
+    """
+    kernels.wants_hopper()
     return _explain(op, torch.device(device), backend)
 
 

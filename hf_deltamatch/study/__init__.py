@@ -8,6 +8,7 @@ tokenizer   bytes as tokens
 evaluate    lm-eval's scores of final weights
 before      what is looked at before the first run
 run         one run on one device
+save        the weights that it keeps
 pool        many runs at once, each result kept as it comes
 claims      whether gaps keep the bounds that the file sets
 report      gaps paired over seeds, as Markdown, JSON and PNG

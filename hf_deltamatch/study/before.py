@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_deltamatch.hf.model_config import config_of_fields
-from hf_deltamatch.study.corpus import load_corpus
+from hf_deltamatch.study.corpus import Corpus, load_corpus
 from hf_deltamatch.study.evaluate import Evaluate, check_tasks, require_lm_eval
 from hf_deltamatch.study.model import check_leave
 from hf_deltamatch.study.spec import Run, Study
@@ -24,11 +24,30 @@ def check(study: Study, missing: list[Run], devices: list[str]) -> None:
     corpus = load_corpus(**study.corpus)
     if evaluation is not None:
         check_tasks(Evaluate(**evaluation), corpus)
+    check_lengths(missing, corpus)
     for run in {(r.setting, r.arm): r for r in missing if "leave" in r.config}.values():
         try:
             check_leave(run.config)
         except ValueError as error:
             raise ValueError(f"study: arm {run.arm!r} in {run.setting!r}: {error}") from error
+
+
+def check_lengths(runs: list[Run], corpus: Corpus) -> None:
+    """
+    Raises:
+        ValueError: a text is shorter than a row and its next token.
+    """
+    parts = {"training": len(corpus.train), "held-out": len(corpus.held_out)}
+    for run in runs:
+        for stage in filter(None, (run.config, run.config.get("then"))):
+            seq_len = stage["train"]["seq_len"]
+            for part, there in parts.items():
+                if there <= seq_len:
+                    raise ValueError(
+                        f"study: {run.setting!r} has rows of {seq_len:,} tokens, and the {part} text has {there:,} "
+                        "bytes, a token each; it must have more. Give more text (corpus.source, "
+                        "corpus.limit_bytes), another corpus.held_out_every, or a smaller train.seq_len."
+                    )
 
 
 def check_device(name: str) -> None:

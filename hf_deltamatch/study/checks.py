@@ -47,8 +47,9 @@ def one_of(name: str, value: Any, allowed: tuple) -> None:
 
 
 def text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        refuse(name, value, "text")
+    """A name: it stands in headings, tables and lines of text."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        refuse(name, value, "text of printable characters, on one line")
 
 
 def texts(name: str, value: Any) -> None:
@@ -58,6 +59,8 @@ def texts(name: str, value: Any) -> None:
         or not all(isinstance(v, str) for v in value)
     ):
         refuse(name, value, "a list of names")
+    for one in value:
+        text(name, one)
 
 
 def json_types(value: Any, where: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.hf.model_config import config_of_fields
-from hf_deltamatch.hf.train_config import config_of, write_train_config
 from hf_deltamatch.ops.backend import explain
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
-from hf_deltamatch.study.corpus import END
-from hf_deltamatch.study.tokenizer import byte_tokenizer
-from hf_deltamatch.training.study_rows import recipes_of_config
 
 DIRECT = (
     "bamba",
@@ -168,19 +163,3 @@ def to_working_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for name, p in model.named_parameters():
         if name.rpartition(".")[2] not in _KEPT:
             p.data = p.data.to(dtype)
-
-
-def save_model(model: PreTrainedModel, folder: Path, config: dict) -> None:
-    """Weights and the bytes' tokenizer, for ``from_pretrained``, ``hf-deltamatch eval`` and ``export``: a
-    plain model, and beside it the arithmetic of the run's ``config``."""
-    configs = [c for c in (model.config, model.generation_config) if c is not None]
-    before = [(c.bos_token_id, c.eos_token_id) for c in configs]
-    try:
-        for c in configs:  # not those of the class's own tokenizer
-            c.bos_token_id = c.eos_token_id = END[0]
-        model.save_pretrained(folder)
-    finally:  # scores must not depend on whether weights were saved
-        for c, ids in zip(configs, before, strict=True):
-            c.bos_token_id, c.eos_token_id = ids
-    byte_tokenizer().save_pretrained(folder)
-    write_train_config(folder, config_of(*recipes_of_config(config), config.get("leave")))

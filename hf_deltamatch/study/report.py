@@ -11,6 +11,7 @@ from hf_deltamatch.study import claims
 from hf_deltamatch.study.plot import plot
 from hf_deltamatch.study.sections import by_seed, sections
 from hf_deltamatch.study.spec import Study
+from hf_deltamatch.training.markdown import cell
 from hf_deltamatch.training.seeds import paired_gap, spread
 
 MOST_LETTERS = 400
@@ -120,7 +121,7 @@ def to_markdown(report: dict, image: str | None = None) -> str:
         lines += [
             f"## {setting}",
             "",
-            f"| arm | loss | gap to {report['baseline']} | diverged | held-out loss | residual | "
+            f"| arm | loss | gap to {cell(report['baseline'])} | diverged | held-out loss | residual | "
             "gradient norm | tokens/s |",
             "|---|---|---|---|---|---|---|---|",
         ]
@@ -129,7 +130,7 @@ def to_markdown(report: dict, image: str | None = None) -> str:
             residual = f"{a['residual']['median']:.1e}" if "residual" in a else ""
             failed = f", {a['failed']} failed" if a["failed"] else ""
             cells = [
-                arm,
+                cell(arm),
                 _pm(a["final_loss"]) if n else "failed",
                 _gap(a),
                 f"{a['diverged']} of {n}{failed}",
@@ -184,7 +185,7 @@ def _score_lines(arms: dict, baseline: str) -> list[str]:
             shown = "" if gap["mean"] is None else f"{gap['mean']:+.3f}"
             if gap["std"] is not None:
                 shown += f" ± {gap['std']:.3f}"
-            lines.append(f"| {arm} | {name} | {_pm(score)}{error} | {shown} |")
+            lines.append(f"| {cell(arm)} | {cell(name)} | {_pm(score)}{error} | {shown} |")
     return [*lines, ""]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_deltamatch.diagnostics import count_calls, record_row_sum
 from hf_deltamatch.study.corpus import Corpus
@@ -32,9 +29,9 @@ from hf_deltamatch.study.model import (
     is_direct,
     load_weights,
     logits_of,
-    save_model,
     to_working_dtype,
 )
+from hf_deltamatch.study.save import save_whole
 from hf_deltamatch.study.spec import Run, Train
 from hf_deltamatch.training.order import order_positions
 from hf_deltamatch.training.schedule import lr_factor
@@ -205,7 +202,7 @@ def train(
         row, trainer = _stages(run.config, corpus, device, backend, cuda_graph, progress)
         # Before scoring, which may fail after hours of training.
         if save is not None:
-            _save_whole(trainer.model, save, run.config)
+            save_whole(trainer.model, save, run.config)
         if "evaluate" in run.config:
             last = row.get("then") or row
             last["scores"] = _scores(run, corpus, trainer, save)
@@ -223,16 +220,6 @@ def _scores(run: Run, corpus: Corpus, trainer: Trainer, save: Path | None) -> di
         raise ScoringError(
             f"trained, but scoring failed; the final weights {where}. {type(error).__name__}: {error}"
         ) from error
-
-
-def _save_whole(model: PreTrainedModel, folder: Path, config: dict) -> None:
-    """The folder is there when it is whole, whenever this process is killed."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_model(model, partial, config)
-    if folder.exists():  # of a run whose row was lost
-        shutil.rmtree(folder)
-    partial.rename(folder)
 
 
 @contextlib.contextmanager

@@ -344,6 +344,7 @@ def _arms(arms: Any) -> dict[str, dict]:
         raise ValueError(f"study: arms is {arms!r}; it must be names or a mapping.")
     out = {}
     for name, arm in arms.items():
+        checks.text("the name of an arm", name)
         arm = ARMS.get(name) if arm is None else arm
         if arm is None:
             raise ValueError(
