@@ -51,6 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "kernel_times", lambda function, repeats: {"": 1.0})
     monkeypatch.setattr(linear_baselines, "compiled", lambda linear: linear)
 
 
@@ -138,6 +139,8 @@ def test_bytes_of_the_quantisers(name: str, clock) -> None:
     row = linear_parts.add_up(parts, 4.0)
     total = sum(p.get("bytes", 0) for p in parts.values())
     assert row["share_of_copy"] == pytest.approx(total / 4e-3 / 4e12)
+    assert all(p["copy_ms"] == 1.0 == p["ms"] for p in parts.values() if "bytes" in p)
+    assert row["parts"]["quantise x"]["share_of_same_copy"] == 1.0
     assert row["parts"]["output"]["tflops"] == pytest.approx(2 * 256 * 128 * 384 / 1e9)
 
 

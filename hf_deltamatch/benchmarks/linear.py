@@ -38,10 +38,10 @@ METHOD = {
     "launch time included; median",
     "tflops": "2·tokens·in·out for each of the three products",
     "share_of_fp8_peak": "fwd_bwd_tflops over the rate of torch._scaled_mm 8192³ in this run",
-    "parts": "quantisers and GEMMs of a forward with both gradients, each timed alone, queued; "
-    "quantize_ms and gemm_ms are their sums",
+    "parts": "quantisers and GEMMs of a forward with both gradients, each timed alone: quantisers and copies "
+    "by the profiler's times of their kernels, GEMMs queued; quantize_ms and gemm_ms are their sums",
     "share_of_copy": "bytes that the quantisers read and write over their time, over the rate of a copy "
-    "of 1 GiB in this run",
+    "of 1 GiB in this run; share_of_same_copy: time of a copy that reads and writes as many bytes over theirs",
     "speedup": "best BF16 row of this run and shape over this row, queued",
     "torchao": "each recipe compiled in its own process, before the others: not in turns with them",
     "difference": "largest relative difference of output, grad_input, grad_weight to the reference "
@@ -202,6 +202,7 @@ def format_linear(shape: LinearShape, rows: tables.Rows) -> str:
         for part, p in row.get("parts", {}).items():
             if "share_of_copy" in p and not name.endswith(" compiled"):
                 lines.append(
-                    f"    {name}: {part} {p['ms']:.4f} ms, {p['share_of_copy']:.0%} of copy bandwidth"
+                    f"    {name}: {part} {p['ms']:.4f} ms, {p['share_of_copy']:.0%} of copy bandwidth, "
+                    f"{p['share_of_same_copy']:.0%} of a copy of its size"
                 )
     return "\n".join(lines)

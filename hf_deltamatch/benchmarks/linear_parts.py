@@ -31,7 +31,9 @@ _QUANTISED = {
 def time_parts(
     inputs: tuple[Tensor, Tensor, Tensor], recipe: LinearRecipe
 ) -> dict[str, dict[str, Any]]:
-    """``ms`` of every part; quantisers have ``bytes``, GEMMs have ``flops``.
+    """``ms`` of every part; quantisers have ``bytes`` and ``copy_ms``, of a copy that reads and writes as many;
+    GEMMs have ``flops``. A quantiser of a small matrix takes the host longer than the device, so these and their
+    copies are times of their kernels, from the profiler; queued where it sees none.
 
     Args:
         inputs: ``x [tokens, in]``, ``weight [out, in]``, ``dy [tokens, out]``.
@@ -60,8 +62,18 @@ def time_parts(
     flops = 2.0 * tensors["x"].numel() * tensors["dy"].shape[1]
     for name in ("output", "grad_input", "grad_weight"):
         facts[name] = {"flops": flops}
-    times = timing.measure(calls, queues=3, singles=1, queue_ms=20.0)
-    return {name: {"ms": times[name].queued, **facts[name]} for name in calls}
+    copy_of = {name: f"copy of {f['bytes']:,} bytes" for name, f in facts.items() if "bytes" in f}
+    for name, copy in copy_of.items():
+        calls[copy] = timing.make_copy(facts[name]["bytes"] // 2, tensors["x"].device)
+    ms = {
+        name: time.queued
+        for name, time in timing.measure(calls, queues=3, singles=1, queue_ms=20.0).items()
+    }
+    for name in (*copy_of, *copy_of.values()):
+        ms[name] = sum(timing.kernel_times(calls[name], 20).values()) or ms[name]
+    for name, copy in copy_of.items():
+        facts[name]["copy_ms"] = ms[copy]
+    return {name: {"ms": ms[name], **fact} for name, fact in facts.items()}
 
 
 def _moved(x: Tensor, operands: list[Operand]) -> int:
@@ -77,6 +89,7 @@ def add_up(parts: dict[str, dict[str, Any]], bandwidth: float) -> dict[str, Any]
     for part in parts.values():
         if "bytes" in part:
             part["share_of_copy"] = part["bytes"] / part["ms"] / 1e9 / bandwidth
+            part["share_of_same_copy"] = part["copy_ms"] / part["ms"]
         else:
             part["tflops"] = part["flops"] / part["ms"] / 1e9
     quantisers = [p for p in parts.values() if "bytes" in p]

@@ -120,5 +120,10 @@ def bf16_peak(size: int = 8192) -> float:
 
 def copy_bandwidth(n_bytes: int = 2**30) -> float:
     """TB/s that a copy of ``n_bytes`` reads and writes on this device now (queued)."""
-    a, b = (torch.empty(n_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
-    return 2 * n_bytes / measure({"": lambda: a.copy_(b)}, singles=1)[""].queued / 1e9
+    return 2 * n_bytes / measure({"": make_copy(n_bytes)}, singles=1)[""].queued / 1e9
+
+
+def make_copy(n_bytes: int, device: torch.device | str = "cuda") -> Function:
+    """A call that reads ``n_bytes`` and writes as many."""
+    a, b = (torch.empty(n_bytes // 4, dtype=torch.int32, device=device) for _ in range(2))
+    return lambda: a.copy_(b)
