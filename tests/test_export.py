@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
 
 from hf_deltamatch import DeltaMatchConfig, check_model, cli  # noqa: E402
 from hf_deltamatch.export import folder as export_folder  # noqa: E402
+from hf_deltamatch.hf.train_config import FILE  # noqa: E402
 
 TEXT = Path(__file__).parent.parent / "LICENSE"
 
@@ -248,6 +249,26 @@ def test_damaged_and_foreign_runs_are_refused_by_file(
     line = failed(capsys, copy, "--output", tmp_path / "out")
     assert all(word in line for word in words), line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+@pytest.mark.parametrize(
+    ("text", "words"), [('{"a":', "truncated or no JSON"), ("[1]", "holds a list; it must be")]
+)
+def test_damaged_json_beside_weights(copy, has_checkpoints, text, words, tmp_path, capsys) -> None:
+    """Of ``final/``, where a checkpoint's tokenizer is read from, too."""
+    if not has_checkpoints:
+        only_final(copy)
+    found = sorted((copy / "final").glob("*.json"))
+    assert {"config.json", "generation_config.json", "tokenizer.json", FILE} <= {
+        path.name for path in found
+    }
+    for path in found:
+        before = path.read_text()
+        path.write_text(text)
+        line = failed(capsys, copy, "--output", tmp_path / "out")
+        assert f"{path}: {words}" in line
+        path.write_text(before)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ from hf_deltamatch.hf.train_config import FILE, read_train_config
 from hf_deltamatch.training import CheckpointError, checkpoints, read_manifest
 from hf_deltamatch.training.metrics import read_metrics
 
+_OBJECTS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json", FILE),
+)
+
 
 @dataclass
 class Source:
@@ -123,6 +128,8 @@ def _checkpoint(folder: Path, run: Path, step: int | None) -> Source:
         source.companion = run / "final"
     if options.get("lora_rank"):
         _take_merged(source, run, results)
+    if source.companion is not None:
+        _check_json(source.companion)
     return source
 
 
@@ -142,6 +149,7 @@ def _take_merged(source: Source, run: Path, results: dict) -> None:
 
 def _saved_model(folder: Path) -> Source:
     _check_safetensors(folder)
+    _check_json(folder)
     source = Source(folder, False, companion=folder, merged=folder.name == "merged")
     if (folder / FILE).is_file():
         source.said = read_train_config(str(folder))
@@ -155,6 +163,20 @@ def _saved_model(folder: Path) -> Source:
         known = ("options", "aside", "steps", "environment", "processes")
         source.numbers = {k: v for k, v in results.items() if k not in known}
     return source
+
+
+def _check_json(folder: Path) -> None:
+    """What Transformers reads beside weights are whole JSON objects: its own messages do not name the file, or
+    there is none."""
+    for path in (folder / name for name in _OBJECTS if (folder / name).is_file()):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: truncated or no JSON ({error}).") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"{path}: holds a {type(found).__name__}; it must be a JSON object."
+            )
 
 
 def _check_safetensors(folder: Path) -> None:

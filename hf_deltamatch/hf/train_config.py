@@ -39,7 +39,11 @@ def write_train_config(folder: Path, recipe: DeltaMatchConfig | None, **more: An
 def read_train_config(
     pretrained: str, revision: str | None = None, subfolder: str | None = None, **_: Any
 ) -> dict | None:
-    """Of a folder or a repository of the hub; None without such a file of this program."""
+    """Of a folder or a repository of the hub; None without such a file of this program.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
     missing = ("missing_entries", "connection_errors", "gated_repo")
     file = cached_file(
         pretrained,
@@ -50,5 +54,8 @@ def read_train_config(
     )
     if file is None:
         return None
-    found = json.loads(Path(file).read_text(encoding="utf-8"))
-    return found if found.get("format") == FORMAT else None
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: truncated or no JSON ({error}).") from error
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
