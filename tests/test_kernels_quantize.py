@@ -140,7 +140,7 @@ def assert_fold(fold: Tensor, payload: Tensor, descale: Tensor) -> None:
     assert torch.equal(fold.nan_to_num(-1), expected.nan_to_num(-1))
 
 
-def check(c: Call, finite: bool = True) -> None:
+def check(c: Call, finite: bool = True, o_scale: float = 1.0) -> None:
     """Every copy of one call, fused and rebuilt, against the bytes of its payload; the folds too of
     finite inputs (poisoned tokens that are hidden fold as 0 or NaN: nothing multiplies them)."""
     x = attention_kernels.problem(c.q.shape, c.k.shape, c.v.shape[-1], c.q.device, **c.options)
@@ -158,7 +158,7 @@ def check(c: Call, finite: bool = True) -> None:
     g = torch.Generator().manual_seed(2)
     lse = torch.randn(x.B, x.Hq, x.Tq, generator=g).to(DEVICE)
     lse[..., 3:5] = -INF
-    o = torch.randn(c.do.shape, generator=g).to(DEVICE, c.do.dtype)
+    o = (o_scale * torch.randn(c.do.shape, generator=g)).to(DEVICE, c.do.dtype)
     delta = torch.empty_like(lse)
     do8, dod, do_t, fold, *stats = operands.quantize_do(c.do, o, lse, c.dlse, delta, x)
     assert_copy(do_t, do8, x.pack_q)
@@ -209,6 +209,14 @@ def test_copies_of_poisoned_tokens(name: str) -> None:
     c = make_call(shape, **options)
     poison_tokens(c)
     check(c, finite=False)
+
+
+@pytest.mark.parametrize("name", ["plain", "1xD", "bool-e5m2", "e5m2-gqa"])
+def test_delta_of_a_large_output(name: str) -> None:
+    """δ is of the order of one, and the codes of dO times O are not: nothing may be summed of these."""
+    shape, options = CASES[name]
+    c = make_call(shape, **options)
+    check(c._replace(do=c.do * 1e-36), o_scale=1e36)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -22,34 +22,30 @@ def row_lse2(lse, fold, DLSE: tl.constexpr):
 
 
 @triton.jit
-def row_delta(do, factor, o, lse, SOFT_CAST: tl.constexpr):
-    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16 and
-    dO = ``do · factor`` (or ``do``); 0 where a row sees nothing. The last axis of ``do`` and ``o`` holds the
-    features."""
+def row_delta(do, o, lse, SOFT_CAST: tl.constexpr):
+    """δ of the unmatched rules, or the estimate that one pass starts from: rowsum(dO ∘ O) with O in BF16; 0
+    where a row sees nothing. The last axis of ``do`` and ``o`` holds the features."""
     bf16 = widen(o, SOFT_CAST)
     if o.dtype != tl.bfloat16:
         bf16 = round_bf16(bf16)
     delta = tl.sum(do * bf16, len(do.shape) - 1)
-    if factor is not None:
-        delta = delta * factor
     return tl.where(lse == float("-inf"), 0.0, delta)
 
 
 @triton.jit
 def store_row_statistics(
-    do, factor, lse, fold, offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr, shifted_ptr,
-    Dv, stride_ot, stride_od, SOFT_CAST: tl.constexpr,
+    do, lse, fold, offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr, shifted_ptr, Dv,
+    stride_ot, stride_od, SOFT_CAST: tl.constexpr,
 ):  # fmt: skip
     """``lse2`` and, where ``o`` is given (unmatched rules, and as an estimate), ``delta`` and ``delta − dlse``
-    of rows of ``do``, whose last axis holds the features; what is summed is ``do · factor``, if there is one.
-    ``row`` and ``stat``: where the rows lie in plain tensors and in slots; ``o_ptr`` points at the first row
-    that ``offs_t`` counts from."""
+    of rows of ``do``, whose last axis holds the features. ``row`` and ``stat``: where the rows lie in plain
+    tensors and in slots; ``o_ptr`` points at the first row that ``offs_t`` counts from."""
     tl.store(lse2_ptr + stat, row_lse2(lse, fold, dlse_ptr is not None), mask=inside)
     if o_ptr is not None:
         offs_d = tl.arange(0, do.shape[len(do.shape) - 1])
         at = tl.expand_dims(offs_t.to(tl.int64), len(offs_t.shape)) * stride_ot + offs_d * stride_od
         use = tl.expand_dims(inside, len(offs_t.shape)) & (offs_d < Dv)
-        delta = row_delta(do, factor, tl.load(o_ptr + at, mask=use, other=0.0), lse, SOFT_CAST)
+        delta = row_delta(do, tl.load(o_ptr + at, mask=use, other=0.0), lse, SOFT_CAST)
         tl.store(delta_ptr + row, delta, mask=inside)
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)

@@ -266,12 +266,11 @@ def _quantize_do_kernel(
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
     if o_ptr is not None:
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
-    factor = None
     if not STALE:
-        do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST)
-        factor = fold
+        # With its descale before the sum: codes times a large O overflow where δ does not.
+        do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST) * fold[:, :, None]
     store_row_statistics(
-        do, factor, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
+        do, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
         shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,
     )  # fmt: skip
 

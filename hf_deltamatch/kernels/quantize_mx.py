@@ -237,7 +237,7 @@ def _quantize_do_mx_kernel(
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
     store_row_statistics(
-        do, None, lse, tl.full(lse.shape, 1.0, tl.float32), base + offs_t, inside, row, stat, o_ptr, dlse_ptr,
+        do, lse, tl.full(lse.shape, 1.0, tl.float32), base + offs_t, inside, row, stat, o_ptr, dlse_ptr,
         lse2_ptr, delta_ptr, shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,
     )  # fmt: skip
 
