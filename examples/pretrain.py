@@ -5,9 +5,10 @@
     accelerate launch --multi_gpu --num_processes 2 examples/pretrain.py --config …   # DDP
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \\
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP examples/pretrain.py --config …  # FSDP2
-    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/pretrain.py --config … # two CPU processes
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/pretrain.py --config … \\
+        --micro-batch 4                                                               # two CPU processes
 
-Every key of the file is a flag as well (``--arm mp``, ``--lr 1e-3``, ``--optimizer muon``); ``--help``
+Every key of the file is a flag as well (``--arm mp``, ``--lr 1e-3``, ``--micro-batch 4``); ``--help``
 lists them. ``--data`` is ``stdlib``, a local file or folder, or a hub name; with ``--streaming true`` it
 is never whole in memory (every process reads the whole stream and takes its share of the rows).
 

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=5,
         metavar="N",
-        help="random inputs per key offset, seeds 0 to N - 1, some seconds each "
+        help="random inputs for each of three key offsets, seeds 0 to N - 1, some seconds each "
         "(default: %(default)s; 1 gives no spread)",
     )
     numerics.add_argument(
@@ -184,11 +184,9 @@ def _numerics(args: argparse.Namespace) -> int:
     _check_json(args.json)
 
     def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{text:<40}", end="", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
     result = numerics.table(args.seeds, args.block, progress)
-    progress("\r")
     print(numerics.format_table(result))
     _write_json(args.json, result)
     return 0

@@ -1,10 +1,13 @@
 """What ``diagnostics.Monitor`` costs: steps of ``examples/pretrain.py`` that it samples beside those that it
-does not, each waited for. A script:
+does not, each waited for.
+
+A script:
 
     python tests/measure_monitor.py --json monitor.json    # on a GPU: 135M parameters and 0.6 billion
     python tests/measure_monitor.py --case tiny            # in seconds on a CPU
 
-``share``: what a sampled step takes longer, over the steps of the default interval.
+``share``: what a sampled step takes longer (medians), over the steps of the default interval; on a busy
+machine less than the spread of the steps says nothing.
 """
 
 from __future__ import annotations
@@ -120,12 +123,15 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=ALL, help="may be repeated")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json is {args.json}; it must be a file in a folder that exists.")
     result = {"method": " ".join(__doc__.split("\n\n")[0].split()), "rows": []}
     for name in args.case or CASES:
         row = measure(name)
         result["rows"].append(row)
         print(
-            f"{name:<20} step {row['step_ms']:.1f} ms, sampled {row['extra_ms']:.1f} ms more: "
+            f"{name:<20} step {row['step_ms']:.1f} ms, sampled {row['extra_ms']:+.1f} ms "
+            f"({min(row['sampled_ms']):.1f} to {max(row['sampled_ms']):.1f}): "
             f"{row['share']:.3%} of {DEFAULT} steps"
         )
     if args.json:

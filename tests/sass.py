@@ -25,12 +25,13 @@ _CONDITIONAL = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+@!?U?P\w+ BRA.*`\((\.L_x_\d+)\
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[HQ]GMMA\S* R\d+, R(\d+), gdesc")
 _FROM_E4M3 = re.compile(r"F2FP\.F16\.E[45]M[23]\.UNPACK_B\S* R\d+, R(\d+)")
-_WRITES = re.compile(r"(\S+) R(\d+)\b")
+_WRITES = re.compile(r"(\S+) (?:U?P[T\d]+, )?R(\d+)\b")
 _WRITES_NO_REGISTER = ("ST", "HGMMA", "QGMMA", "BAR", "SYNCS", "UTMA", "RED", "ATOM")
 _EXCLUSIVE_OR = re.compile(r"LOP3.LUT .*, RZ, 0x3c,")
 _SIGN = re.compile(r"SHF\.R\.S32\.HI R\d+, RZ, 0x1f,")
 _READS = re.compile(r"\bR\d+")
-_MAKES_BYTES = ("F2FP", "LD", "SHFL", "ATOM")
+_MAKES_BYTES = ("F2FP", "LDG", "LDS", "LDL", "LD.", "ATOM")
+_NOTHING = re.compile(r"U?RZ|U?PT|!PT|-?0x[0-9a-f]+")
 LEFT_REGISTERS = 4  # a row of 16 bytes, for 64 × 32 bytes in 128 threads
 
 
@@ -38,7 +39,7 @@ def _width(opcode: str) -> int:
     """Registers that an instruction writes, from its first one on."""
     if re.search(r"\.128|\.M88\.4|\.MT88\.4", opcode):
         return 4
-    return 2 if re.search(r"\.64|\.WIDE|\.M88\.2|\.MT88\.2", opcode) else 1
+    return 2 if re.search(r"\.64|\.WIDE|\.M88\.2|\.MT88\.2|^CS2R$", opcode) else 1
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
@@ -130,6 +131,8 @@ def _sources(text: str, wanted: frozenset[int]) -> list[tuple[str, frozenset[int
     if opcode.startswith("IMAD") and numbers and numbers[0] in (1 << 8, 1 << 16, 1 << 24):
         by = (numbers[0].bit_length() - 1) // 8
         return [(operands[1], _shifted(wanted, -by)), (operands[3], wanted)]
+    if opcode.startswith("SHFL"):
+        return [(operands[2], wanted)]
     if opcode.startswith(("MOV", "IMAD.MOV", "SEL", "FSEL", "LOP3")):
         return [(x, wanted) for x in operands[1:]]
     return None
@@ -137,34 +140,43 @@ def _sources(text: str, wanted: frozenset[int]) -> list[tuple[str, frozenset[int
 
 def foreign_conversions(cubin: bytes) -> int:
     """Conversions of FP8 outside of loops whose bytes come from what is neither cast nor loaded: back in the
-    order of the code, as far as instructions only move and join bytes."""
+    order of the code, as far as instructions only move and join bytes, to a jump at most."""
     lines = _disassembled(cubin)
     code = [m[1] if (m := _INSTRUCTION.search(x)) else "" for x in lines]
     looped = {at for first, last in _loops(lines) for at in range(first, last)}
     last: dict[str, int] = {}
     before: list[dict[str, int]] = []
-    foreign = 0
+    jumped, foreign = False, 0
+
+    def is_foreign(at: int, register: str, wanted: frozenset[int]) -> bool:
+        todo, seen = [(at, register, wanted)], set()
+        while todo:
+            reader, register, wanted = step = todo.pop()
+            if step in seen or not wanted or _NOTHING.fullmatch(register):
+                continue
+            seen.add(step)
+            i = before[reader].get(register)
+            if i is None:
+                if jumped and register.startswith("R"):
+                    continue
+                return True  # a uniform register, a constant, or nobody's
+            if code[i].startswith(_MAKES_BYTES):
+                continue
+            parts = _sources(code[i], wanted)
+            if parts is None:
+                return True
+            if _EXCLUSIVE_OR.match(code[i]):  # with the zero of `casts.unknown_zero`
+                zero = lambda x, i=i: x.startswith("UR") or _SIGN.match(code[before[i].get(x, i)])
+                parts = [part for part in parts if not zero(part[0])]
+            todo += [(i, register, some) for register, some in parts]
+        return False
+
     for at, text in enumerate(code):
         before.append({r: last[r] for r in _READS.findall(text) if r in last})
         if at not in looped and (m := _FROM_E4M3.match(text)):
             half = frozenset({2, 3} if ".H1" in text.rpartition(",")[2] else {0, 1})
-            todo = [(before[at].get(f"R{m[1]}"), half)]
-            seen = set()
-            while todo:
-                i, wanted = todo.pop()
-                if i is None or not wanted or (i, wanted) in seen:
-                    continue
-                seen.add((i, wanted))
-                if not code[i].startswith(_MAKES_BYTES):
-                    parts = _sources(code[i], wanted)
-                    if parts is None:
-                        foreign += 1
-                        break
-                    parts = [(before[i].get(register), some) for register, some in parts]
-                    if _EXCLUSIVE_OR.match(code[i]):  # with the zero of `casts.unknown_zero`
-                        parts = [x for x in parts if x[0] is None or not _SIGN.match(code[x[0]])]
-                    todo += parts
+            foreign += is_foreign(at, f"R{m[1]}", half)
         last |= {f"R{register}": at for register in _written(text)}
         if text.startswith("BRA") and "@" not in lines[at]:
-            last = {}  # what follows comes from elsewhere
+            last, jumped = {}, True  # what follows comes from elsewhere
     return foreign

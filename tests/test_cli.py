@@ -100,7 +100,11 @@ def test_numerics_help(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["numerics", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "random inputs per key offset" in out and "(default: 5;" in out and "128xD)" in out
+    assert (
+        "random inputs for each of three key offsets" in out
+        and "(default: 5;" in out
+        and "128xD)" in out
+    )
 
 
 def test_numerics_writes_its_table(capsys, tmp_path, monkeypatch) -> None:
@@ -166,7 +170,9 @@ def test_numerics_cannot_write(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Path, "write_text", full)
     assert cli.main(["numerics", "--seeds", "1", "--json", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert "matched" in out and "No space left" in err and len(err.splitlines()) == 1
+    steps = [f"offset {offset:g}, seed 0" for offset in numerics.OFFSETS]
+    *progress, error = err.splitlines()
+    assert "matched" in out and "No space left" in error and progress == steps
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 

@@ -63,6 +63,11 @@ def test_a_tiny_model_has_nothing_that_pays() -> None:
     with pytest.raises(ValueError, match="BF16 is no slower: predicted 1167 µs in FP8, 217 µs"):
         swap_linears(model, filter_fn="auto")
     assert not fp8_linears(model)
+    with pytest.raises(ValueError, match="measured on an H200") as error:
+        swap_linears(model, filter_fn="auto")
+    (line,) = [x for x in str(error.value).splitlines() if "up_proj" in x]  # of all layers one
+    count = model.config.num_hidden_layers
+    assert line.startswith(f"  left {count} x model.layers.*.mlp.up_proj: BF16 is no slower")
 
 
 def test_prediction_adds_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -231,6 +232,21 @@ def test_quantised_weights_are_evaluated_only_as_they_are(tmp_path) -> None:
 def test_unknown_backend(checkpoint) -> None:
     with pytest.raises(ValueError, match="fp8_backend: `backend` is 'slow'; allowed .*'reference'"):
         load(checkpoint, fp8_backend="slow")
+
+
+def test_folders_of_a_run(checkpoint, tmp_path) -> None:
+    """Neither the run's own folder nor a checkpoint in it can be evaluated as it is."""
+    run, final = tmp_path / "run", tmp_path / "run" / "final"
+    shutil.copytree(checkpoint, final)
+    with pytest.raises(ValueError, match=f"{run} is the folder of a run.*evaluate {final}"):
+        load(run)
+    saved = run / "checkpoint-00000003"
+    shutil.copytree(checkpoint, saved)
+    (saved / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a checkpoint of a run, and has no tokenizer"):
+        load(saved)
+    lm = load(saved, tokenizer=str(final))
+    assert len(lm.tokenizer) > 1
 
 
 def test_a_model_that_is_nowhere(tmp_path, monkeypatch) -> None:

@@ -8,17 +8,21 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
+from python_path import python_path
 from test_evaluation_damaged import GONE, WRONG, changed
 from test_study import FILE
 from test_study_spec import places
 from tiny_models import one_thread  # noqa: F401
 
 from hf_deltamatch import cli
-from hf_deltamatch.study import report
-from hf_deltamatch.study.spec import parse_study
+from hf_deltamatch.study import pool, report
+from hf_deltamatch.study.spec import load_study, parse_study
+from hf_deltamatch.training.lock import Claims
 from hf_deltamatch.training.study_rows import append_row, read_rows
 
 
@@ -68,6 +72,47 @@ def test_lines_that_are_no_rows(line: bytes, study, tmp_path) -> None:
     assert len(said) == bool(line) and all("1 lines are no whole results" in s for s in said)
     append_row(tmp_path, {**copy.deepcopy(rows[0]), "key": "new"})
     assert list(read_rows(tmp_path))[-1] == "new"
+
+
+TAKE = """
+import sys
+from pathlib import Path
+from hf_deltamatch.training.lock import Claims
+claims = Claims(Path(sys.argv[1]))
+print([claims.take(key) for key in sys.argv[2:]], flush=True)
+input()
+"""
+
+
+def test_two_processes_in_one_folder_share_the_runs(study, capsys) -> None:
+    """What another one is at is left to it, however that ends; what it has done is not done again."""
+    _, folder, rows = study
+    output = folder / "shared"
+    output.mkdir()
+    call = ["study", str(folder / "a.yaml"), "--output", str(output), "--only", "DM"]
+    key = next(r["key"] for r in rows if r["arm"] == "DM")
+    env = {**os.environ, "PYTHONPATH": python_path(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", TAKE, str(output), key, "f" * 16]
+    other = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+    )
+    assert other.stdout.readline() == "[True, True]\n"
+    assert cli.main(call) == 1
+    assert "another process is at it" in capsys.readouterr().out
+    assert not read_rows(output)
+    other.kill()
+    other.wait()
+    append_row(output, next(r for r in rows if r["key"] == key))
+    done: list[str] = []
+    (run,) = [r for r in load_study(folder / "a.yaml").runs if r.key == key]
+    shared = dict(devices=["cpu"], workers=1, cuda_graph=False, say=done.append)
+    corpus = load_study(folder / "a.yaml").corpus
+    is_done = lambda run: run.key in read_rows(output)
+    assert pool.run_all([run], corpus, output, is_done=is_done, **shared) == []
+    assert done == [f"{run.name}: done by another process meanwhile"]
+    claims = Claims(output)
+    assert claims.take(key)  # free again
+    claims.close()
 
 
 def test_weights_that_are_missing_are_made(study, capsys) -> None:

@@ -181,3 +181,8 @@ def test_flags_are_whole_words(capsys) -> None:
     with pytest.raises(SystemExit):
         parse_options(Options, ["--out", "elsewhere"], "")
     assert "--out" in capsys.readouterr().err
+
+
+def test_flags_are_the_keys_in_either_spelling() -> None:
+    for argv in (["--eval_every", "6"], ["--eval-every", "6"], ["--eval_every=6"]):
+        assert parse_options(Options, [*argv, "--model", "a_b"], "").eval_every == 6

@@ -89,7 +89,9 @@ def run_command(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
     try:
         from hf_deltamatch.benchmarks import tables
     except ImportError as error:
-        raise ValueError(f"the kernels need Triton ({error}).") from error
+        raise ValueError(
+            f"speed is measured on a CUDA device with kernels, which need Triton ({error})."
+        ) from error
     run = {"attention": _attention, "linear": _linear, "step": _step}[args.what]
     report = {"progress": lambda text: print(text, flush=True), "keep": keep}
     try:

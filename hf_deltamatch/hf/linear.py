@@ -6,6 +6,7 @@ same names, no buffers, no state. Optimisers, hooks, state dicts and sharding do
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ _SWAP = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
 _UNSWAP = {fp8: plain for plain, fp8 in _SWAP.items()}
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""Of a layer, in the name of a module."""
+
+
 @dataclass
 class SwapReport:
     """What :func:`swap_linears` did: every linear-like module is in one of the two."""
@@ -71,10 +76,12 @@ class SwapReport:
         lines = [f"{linears} in FP8, {len(self.skipped)} left as they are"]
         for what, count in Counter(self.swapped.values()).most_common():
             lines.append(f"  {count:>4} x {what}")
-        lines += [
-            f"  left {name or 'the module itself'}: {reason}"
-            for name, reason in self.skipped.items()
-        ]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name, reason in self.skipped.items():
+            alike.setdefault((_NUMBER.sub("*", name), reason), []).append(name)
+        for (names, reason), found in alike.items():
+            name = found[0] if len(found) == 1 else f"{len(found)} x {names}"
+            lines.append(f"  left {name or 'the module itself'}: {reason}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -238,7 +245,7 @@ def swap_by_plan(
         automatic = ""
         if any("predicted" in reason for reason in report.skipped.values()):
             automatic = (
-                ' "auto" predicts by the rates of a measured device and leaves what is no faster; '
+                ' "auto" predicts by rates measured on an H200 and leaves what is no faster there; '
                 "without filter_fn everything that can be is swapped."
             )
         raise ValueError(

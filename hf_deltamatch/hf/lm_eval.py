@@ -79,6 +79,8 @@ class DeltaMatchLM(HFLM):
                 "loaded; a model object is evaluated as it is. Use set_attention_recipe(model, "
                 "recipe, backend=…) and swap_linears(model, recipe, backend=…) on it."
             )
+        if isinstance(pretrained, str):
+            _refuse_folders_of_runs(Path(pretrained), kwargs.get("tokenizer"))
         try:
             super().__init__(pretrained, **kwargs)
         except OSError as error:
@@ -227,3 +229,20 @@ def _weights_sha256(pretrained) -> str | None:
             while chunk := f.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest() if files else None
+
+
+def _refuse_folders_of_runs(folder: Path, tokenizer: object) -> None:
+    """
+    Raises:
+        ValueError: a training script's folder, or a checkpoint in it, which has no tokenizer of its own.
+    """
+    if (folder / "config.json").is_file():
+        if (folder / "manifest.json").is_file() and tokenizer is None:
+            raise ValueError(
+                f"{folder} is a checkpoint of a run, and has no tokenizer. Evaluate the run's final/, or what "
+                f"`hf-deltamatch export {folder} --output …` makes of it, or add tokenizer=PATH to --model_args."
+            )
+    elif (folder / "final" / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is the folder of a run and holds no model itself; evaluate {folder / 'final'}."
+        )

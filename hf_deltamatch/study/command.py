@@ -93,7 +93,8 @@ def run_command(args: argparse.Namespace) -> int:
     show = lambda text: print(text, file=sys.stderr, flush=True)
     rows = read_rows(folder, show)
     kept = lambda run: not args.save or (folder / "models" / run.key).is_dir()
-    done = lambda run: run.key in rows and rows[run.key]["status"] != "failed" and kept(run)
+    whole = lambda run, rows: run.key in rows and rows[run.key]["status"] != "failed"
+    done = lambda run: whole(run, rows) and kept(run)
     if args.list:
         for run in runs:
             print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
@@ -118,6 +119,7 @@ def run_command(args: argparse.Namespace) -> int:
             backend=args.backend or study.runtime["backend"],
             time_limit=args.time_limit,
             save=args.save,
+            is_done=lambda run: whole(run, read_rows(folder)) and kept(run),
             say=say,
             show=show,
         )

@@ -25,6 +25,7 @@ from hf_deltamatch.environment import environment
 from hf_deltamatch.study.corpus import load_corpus
 from hf_deltamatch.study.run import GraphError, identity, train
 from hf_deltamatch.study.spec import Run
+from hf_deltamatch.training.lock import Claims
 from hf_deltamatch.training.study_rows import append_row
 
 
@@ -59,12 +60,15 @@ def run_all(
     backend: str | None = None,
     time_limit: float | None = None,
     save: bool = False,
+    is_done: Callable[[Run], bool] = lambda run: False,
     say: Callable[[str], None] = print,
     show: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:
     """Train ``runs``, ``workers`` at a time on each device; returns the rows that came.
 
     ``save``: final weights go to ``folder/models/KEY``.
+    ``is_done``: asked before a run begins, as another process may work in ``folder``; what that is at is left to
+    it.
     ``say`` gets a line for each result, ``show`` those on the way.
     ``time_limit`` (seconds): runs that are not done by then are ended and leave nothing.
     ``cuda_graph``: if a step cannot be recorded, that run and all later ones of its setting go
@@ -75,10 +79,24 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     slots = [d for _ in range(workers) for d in devices][: len(todo)]
+    claims = Claims(folder)
 
     def keep(row: dict) -> None:
         append_row(folder, row)
         rows.append(row)
+        claims.give(row["key"])
+
+    def next_run() -> Run | None:
+        while todo:
+            run = todo.popleft()
+            if not claims.take(run.key):
+                say(f"{run.name}: another process is at it, and it is left to that")
+            elif is_done(run):
+                claims.give(run.key)
+                say(f"{run.name}: done by another process meanwhile")
+            else:
+                return run
+        return None
 
     def start(device: str) -> None:
         here, there = context.Pipe()
@@ -125,8 +143,9 @@ def run_all(
                 whole = (
                     ("ready", "done") if "cuda" in worker.device else ("ready", "done", "failed")
                 )
-                if kind in whole and todo:
-                    worker.run = todo.popleft()
+                if kind in whole:
+                    worker.run = next_run()
+                if worker.run is not None:
                     graph = cuda_graph and worker.run.setting not in without_graph
                     worker.link.send((worker.run, graph))
                     continue
@@ -137,6 +156,7 @@ def run_all(
     finally:
         for worker in list(active):
             end(worker)
+        claims.close()
     return rows
 
 

@@ -114,7 +114,7 @@ def to_markdown(report: dict, image: str | None = None) -> str:
         f"{runs['present']} of {runs['planned']} runs. Loss: mean of a run's last steps, nats per "
         f"token; mean ± standard deviation over seeds. Gap: to {report['baseline']}, paired over seeds "
         "(same weights, same data). Residual: row-sum residual of dS, median over steps and seeds. "
-        "Tokens/s: of runs that share a device with others, so nothing that arms can be compared by."
+        "Tokens/s: of runs that may share a device, so nothing that arms can be compared by."
     )
     lines += ["", *_facts(report), ""]
     for setting, arms in report["settings"].items():

@@ -50,3 +50,38 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+class Claims:
+    """What of a folder this process is at, so that others which work in it leave that to it. The system gives
+    everything free however this process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = None if fcntl is None else (folder / ".claims").open("a+b")
+
+    def take(self, key: str) -> bool:
+        """False if another process has ``key``, a hexadecimal number."""
+        try:
+            self._lock(key, taken=True)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def give(self, key: str) -> None:
+        self._lock(key, taken=False)
+
+    def _lock(self, key: str, *, taken: bool) -> None:
+        """One byte of the file, which need not be there."""
+        if self._file is None:
+            return
+        try:
+            how = fcntl.LOCK_EX | fcntl.LOCK_NB if taken else fcntl.LOCK_UN
+            fcntl.lockf(self._file, how, 1, int(key, 16) % 2**62)
+        except (BlockingIOError, PermissionError):
+            raise
+        except OSError:  # a file system without locks
+            pass
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -6,6 +6,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import sys
 import textwrap
 import types
 import typing
@@ -222,6 +223,7 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
         default = "" if value is None else f"(default: {value})"
         text = f"{helps.get(f.name, '')} {default}".strip().replace("%", "%%")
         parser.add_argument(f"--{f.name.replace('_', '-')}", metavar="VALUE", help=text)
+    argv = [_with_dashes(a) for a in (sys.argv[1:] if argv is None else argv)]
     args = vars(parser.parse_args(argv))
     config = args.pop("config")
     try:
@@ -234,6 +236,14 @@ def parse_options(kind: type[Kind], argv: Sequence[str] | None, about: str) -> K
         return kind(**(values | flags))
     except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"{where}: {error}")
+
+
+def _with_dashes(argument: str) -> str:
+    """``--eval_every``, as the key of the file is spelt, is ``--eval-every``."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
 def field_docs(kind: type[Options]) -> dict[str, str]:
