@@ -1,4 +1,5 @@
-# make demo      train and evaluate the three arms (makes its own environment first);
+# make demo      train and evaluate the three arms, then a small study with its report (makes its own
+#                environment first);
 #                options: make demo ARGS="--steps 20 --arms mp dm"
 # make test      lint and the CPU test suite
 # make test-all  the slow CPU tests and the real model too
@@ -26,6 +27,7 @@ $(READY): pyproject.toml constraints.txt constraints-triton.txt
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/hf-deltamatch study examples/configs/study_small.yaml --output runs/demo/study
 
 lint: $(READY)
 	$(BIN)/ruff check .

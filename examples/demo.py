@@ -1,7 +1,7 @@
 """Train the three arms of FP8 attention on real text, evaluate them, and print one table.
 
-    make demo                                              # everything, on a fresh machine
-    python examples/demo.py                                # the same, in this environment
+    make demo                                              # this and a small study, on a fresh machine
+    python examples/demo.py                                # this, in the present environment
     python examples/demo.py --steps 400 --seq-len 512      # longer
     python examples/demo.py --model HuggingFaceTB/SmolLM2-135M --tokenizer HuggingFaceTB/SmolLM2-135M \\
         --dataset my_text.jsonl --lr 5e-5                  # fine-tune a pretrained model
