@@ -16,6 +16,7 @@ from hf_deltamatch import AttentionRecipe, LinearRecipe
 
 DATA = (
     "normal", "zeros", "equal", "one-hot", "negative-zero", "offset", "wide", "subnormal", "huge",
+    "large", "small",
 )  # fmt: skip
 STRIDES = ("contiguous", "bthd", "step", "expanded", "tail")
 BAD = (math.nan, math.inf, -math.inf)
@@ -52,7 +53,8 @@ def place(x: Tensor, where: float) -> tuple[int, ...]:
 
 
 def values(kind: str, size: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Data of one ``kind``; huge is 3e38, or what FP16 holds."""
+    """Data of one ``kind``; huge is 3e38, or what FP16 holds. A large V with a small dO has gradients of the order of
+    one."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(size, generator=g)
     if kind == "zeros":
@@ -72,6 +74,9 @@ def values(kind: str, size: tuple[int, ...], dtype: torch.dtype, seed: int) -> T
         x = x * torch.exp2(torch.randint(-12, 13, (*size[:-1], 1), generator=g))
     elif kind == "subnormal":
         x = x.clamp(-4, 4) * (1e-6 if dtype == torch.float16 else 1e-39)
+    elif kind in ("large", "small"):
+        factor = 1e3 if dtype == torch.float16 else 1e36
+        x = x * (factor if kind == "large" else 1 / factor)
     elif kind == "huge":
         x = torch.where(x.abs() < 1, x, x.sign() * (6e4 if dtype == torch.float16 else 3e38))
     return x.to(dtype)

@@ -26,6 +26,7 @@ from hf_deltamatch.kernels import attention_operands as operands  # noqa: E402
 from hf_deltamatch.kernels.attention_problem import Problem  # noqa: E402
 from hf_deltamatch.kernels.launch import Packing  # noqa: E402
 from hf_deltamatch.ops import attention_kernels  # noqa: E402
+from hf_deltamatch.reference.operands import quantize_operand  # noqa: E402
 
 S = Shape(B=1, Hq=2, Hkv=1, Tq=150, Tk=150, D=64, Dv=64)
 NAN, INF = float("nan"), float("inf")
@@ -253,3 +254,20 @@ def test_large_copies_on_the_device(layout: str) -> None:
     c = make_call(Shape(2, 8, 4, 4096, 4096, 128, 128), dtype=BF16)
     q, k, v, do = (LAYOUTS[layout](x) for x in (c.q, c.k, c.v, c.do))
     check(c._replace(q=q, k=k, v=v, do=do))
+
+
+def test_padding_beside_queries_that_are_zero() -> None:
+    """Nothing gives their tile a descale but the padding, whose NaN must stay in its own row."""
+    c = make_call(S._replace(Tq=130, Tk=130), mask=padded(130, 3, 5))
+    c.q[:, :, 3:125] = 0.0
+    c.q[:, 0, 127, 2], c.q[:, 1, 126, 0] = NAN, INF
+    x = attention_kernels.problem(c.q.shape, c.k.shape, c.v.shape[-1], c.q.device, **c.options)
+    saved = {which: x.empty_operand(which) for which in "qkv"}
+    operands.quantize_qkv(c.q, c.k, c.v, saved, x)
+    payload, descale = saved["q"]
+    state = x.facts.query_state
+    spec = quantize_operand(c.q, "q", c.options["recipe"], hidden=state == 1, counted=(state == 0))
+    assert descale.isfinite().all() and torch.equal(descale, spec.descale)
+    bad = payload[..., :64].float().isnan().any(-1)
+    assert bad.nonzero().tolist() == [[0, 0, 127], [0, 1, 126]]
+    assert torch.equal(payload[..., :64].view(torch.uint8), spec.payload.view(torch.uint8))

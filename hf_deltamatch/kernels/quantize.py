@@ -107,8 +107,9 @@ def _quantize_slot(
         if TILE:
             top = tl.max(tl.max(tl.where(counted, amax, 0.0), 1), 0)
             if STATE:
-                # A tile whose counted tokens are all zero, or none, counts them all.
-                top = tl.where(top > 0.0, top, tl.max(tl.max(amax, 1), 0))
+                # A tile whose counted tokens are all zero, or none, counts all that are finite.
+                finite = tl.where(amax < float("inf"), amax, 0.0)
+                top = tl.where(top > 0.0, top, tl.max(tl.max(finite, 1), 0))
             amax = tl.zeros_like(amax) + top
         if POW2:
             descale = exp2_int(

@@ -60,7 +60,7 @@ def quantize_operand(
         hidden: ``[B|1, H|1, T]``, tokens stored as zero and left out of every amax.
         counted: ``[B|1, H|1, T]``, False for tokens left out of the amax but not zeroed: they are
             clamped to the descale of the counted ones. A block whose counted tokens are all zero, or
-            none, counts all.
+            none, counts all that are finite.
         cuts: ``[B|1, H|1, T]``, True where a tile may not be shared with the previous token.
 
     Returns:
@@ -104,11 +104,10 @@ def _amax_of_tiles(amax: Tensor, counted: Tensor | None) -> Tensor:
         a = torch.nn.functional.pad(a, (0, -a.shape[-1] % TOKENS_PER_TILE))
         return a.unflatten(-1, (-1, TOKENS_PER_TILE)).amax(-1)
 
-    everyone = tiles(amax)
     if counted is None:
-        return everyone
+        return tiles(amax)
     some = tiles(torch.where(counted, amax, 0.0))
-    return torch.where(some > 0, some, everyone)
+    return torch.where(some > 0, some, tiles(torch.where(amax.isfinite(), amax, 0.0)))
 
 
 def _amax_of_runs(amax: Tensor, cuts: Tensor) -> Tensor:
