@@ -237,7 +237,8 @@ def _refuse_folders_of_runs(folder: Path, tokenizer: object) -> None:
         ValueError: a training script's folder, or a checkpoint in it, which has no tokenizer of its own.
     """
     if (folder / "config.json").is_file():
-        if (folder / "manifest.json").is_file() and tokenizer is None:
+        has_tokenizer = tokenizer is not None or any(folder.glob("tokenizer*"))
+        if (folder / "manifest.json").is_file() and not has_tokenizer:
             raise ValueError(
                 f"{folder} is a checkpoint of a run, and has no tokenizer. Evaluate the run's final/, or what "
                 f"`hf-deltamatch export {folder} --output …` makes of it, or add tokenizer=PATH to --model_args."
