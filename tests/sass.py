@@ -11,6 +11,7 @@ was there: an address then.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -49,6 +50,7 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
     return [(first, last) for first, last in jumps if first < last]
 
 
+@functools.lru_cache(maxsize=1)
 def _disassembled(cubin: bytes) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -8,8 +8,8 @@ import yaml
 
 from hf_deltamatch.export.markdown import mean_and_deviation, table
 from hf_deltamatch.export.study_facts import study_file
-from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 from hf_deltamatch.training.markdown import cell
+from hf_deltamatch.training.study_rows import recipes_of_config
 
 
 def about(study: dict) -> str:
@@ -29,14 +29,13 @@ def facts(training: dict) -> list[tuple]:
     """Rows of the card's first table."""
     study = training["study"]
     config, arm = study["config"], cell(study["arm"])
-    attention, linear = config["attention"], config["linear"]
+    attention, linear = recipes_of_config(config)
     said = "SDPA in high precision"
-    if attention != "sdpa":
-        recipe = AttentionRecipe.from_dict(attention)
-        said = f"{'FP8' if recipe.quantize else 'high precision'}, `{recipe.name}`"
+    if attention is not None:
+        said = f"{'FP8' if attention.quantize else 'high precision'}, `{attention.name}`"
     linears = "high precision"
     if linear is not None:
-        linears = f"FP8, `{LinearRecipe.from_dict(linear).name}`"
+        linears = f"FP8, `{linear.name}`"
         if "leave" in config:
             left = ", ".join(f"`{pattern}`" for pattern in config["leave"])
             linears += f"; in high precision those of {left}"

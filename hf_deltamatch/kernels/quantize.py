@@ -267,9 +267,9 @@ def _quantize_do_kernel(
     stat = (bh.to(tl.int64) * slots + slot) * 128 + offs_t - first
     if o_ptr is not None:
         o_ptr += (bh // H).to(tl.int64) * stride_ob + (bh % H).to(tl.int64) * stride_oh
-    if not STALE:
-        # With its descale before the sum: codes times a large O overflow where δ does not.
-        do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST) * fold[:, :, None]
+        if not STALE:
+            # With its descale before the sum: codes times a large O overflow where δ does not.
+            do = from_cast(do_fp8, unknown_zero(slots, SOFT_CAST), SOFT_CAST) * fold[:, :, None]
     store_row_statistics(
         do, lse, fold, base + offs_t, inside, row, stat, o_ptr, dlse_ptr, lse2_ptr, delta_ptr,
         shifted_ptr, Dv, stride_ot, stride_od, SOFT_CAST,

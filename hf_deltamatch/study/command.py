@@ -93,8 +93,10 @@ def run_command(args: argparse.Namespace) -> int:
     show = lambda text: print(text, file=sys.stderr, flush=True)
     rows = read_rows(folder, show)
     kept = lambda run: not args.save or (folder / "models" / run.key).is_dir()
-    whole = lambda run, rows: run.key in rows and rows[run.key]["status"] != "failed"
-    done = lambda run: whole(run, rows) and kept(run)
+    done_in = lambda rows, run: (
+        run.key in rows and rows[run.key]["status"] != "failed" and kept(run)
+    )
+    done = lambda run: done_in(rows, run)
     if args.list:
         for run in runs:
             print(f"{rows[run.key]['status'] if run.key in rows else '-':<9} {run.name}")
@@ -119,7 +121,7 @@ def run_command(args: argparse.Namespace) -> int:
             backend=args.backend or study.runtime["backend"],
             time_limit=args.time_limit,
             save=args.save,
-            is_done=lambda run: whole(run, read_rows(folder)) and kept(run),
+            is_done=lambda run: done_in(read_rows(folder), run),
             say=say,
             show=show,
         )

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from hf_deltamatch.hf import ATTN_IMPLEMENTATION, check_model, set_attention_recipe, swap_linears
 from hf_deltamatch.hf.model_config import config_of_fields
 from hf_deltamatch.ops.backend import explain
-from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
+from hf_deltamatch.training.study_rows import recipes_of_config
 
 DIRECT = (
     "bamba",
@@ -53,27 +53,22 @@ def build_model(config: dict, device: torch.device, backend: str | None) -> PreT
         ValueError, NotImplementedError: a config that Transformers refuses, or no kernel.
     """
     model_config = config_of_fields(config["model"])
-    attention, linear = config["attention"], config["linear"]
+    attention, linear = recipes_of_config(config)
     torch.manual_seed(config["seed"])
     model = AutoModelForCausalLM.from_config(
         model_config,
-        attn_implementation="sdpa" if attention == "sdpa" else ATTN_IMPLEMENTATION,
+        attn_implementation="sdpa" if attention is None else ATTN_IMPLEMENTATION,
         dtype=torch.float32,
     )
     model.to(device)
-    if attention != "sdpa":
-        set_attention_recipe(model, AttentionRecipe.from_dict(attention), backend=backend)
+    if attention is not None:
+        set_attention_recipe(model, attention, backend=backend)
     if linear is not None:
         # A device without a kernel for linears has the reference, slow but the same numbers.
         has_kernel = explain("linear", device, backend).backend is not None
         chosen = backend if has_kernel else "reference"
-        swap_linears(
-            model,
-            LinearRecipe.from_dict(linear),
-            modules_to_not_convert=config.get("leave"),
-            backend=chosen,
-        )
-    if attention != "sdpa" or linear is not None:
+        swap_linears(model, linear, modules_to_not_convert=config.get("leave"), backend=chosen)
+    if attention is not None or linear is not None:
         check_model(model)
     fuse_norms(model)
     return model.train()
@@ -95,8 +90,8 @@ def check_leave(config: dict) -> None:
             model = AutoModelForCausalLM.from_config(config_of_fields(config["model"]))
     except Exception:  # a model that cannot be built is the failure of its own runs
         return
-    recipe = LinearRecipe.from_dict(config["linear"])
-    swap_linears(model, recipe, modules_to_not_convert=config["leave"], backend="reference")
+    _, linear = recipes_of_config(config)
+    swap_linears(model, linear, modules_to_not_convert=config["leave"], backend="reference")
 
 
 def fuse_norms(model: nn.Module) -> None:
