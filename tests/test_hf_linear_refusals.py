@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_deltamatch import check_model, set_attention_recipe, swap_linears, unswap_linears
+from hf_deltamatch import (
+    DeltaMatchConfig,
+    check_model,
+    set_attention_recipe,
+    swap_linears,
+    unswap_linears,
+)
 
 
 @pytest.mark.parametrize("given", [None, 3, "x", nn.Linear, torch.ones(2), [nn.Linear(2, 2)]])
@@ -62,3 +68,15 @@ def test_extended_classes_are_not_left_silently() -> None:
     assert set(swap_linears(model, "rowwise").swapped) == {"0", "1"}
     torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     assert unswap_linears(model) == 2 and {type(m) for m in model} == {nn.Linear}
+
+
+def test_recipes_of_layers_are_named() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    known = r"layers\['1'\] is 'fp16'; .*blockwise, mx, rowwise\), or 'bf16'"
+    with pytest.raises(ValueError, match=f"swap_linears: {known}"):
+        swap_linears(model, layers={"1": "fp16"})
+    with pytest.raises(ValueError, match=f"DeltaMatchConfig: {known}"):
+        DeltaMatchConfig(layers={"1": {"linear": "fp16"}})
+    with pytest.raises(ValueError, match="rowwise\\), 'bf16', or a dict"):
+        DeltaMatchConfig(layers={"1": "fp16"})
+    assert {type(m) for m in model} == {nn.Linear}

@@ -151,7 +151,9 @@ def test_linear_beside_torchao_blockwise() -> None:
         f"{shape['rows'][name]['fwd_bwd_ms']:.2f}"
         for name in ("blockwise compiled", "torchao blockwise")
     )
-    assert f"took {theirs} ms at the first shape in another run, where ours took {ours} (" in words()
+    assert (
+        f"took {theirs} ms at the first shape in another run, where ours took {ours} (" in words()
+    )
 
 
 def test_two_gpus() -> None:

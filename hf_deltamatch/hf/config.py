@@ -10,8 +10,8 @@ from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_deltamatch.hf.layer_words import check_word
-from hf_deltamatch.hf.linear import DEFAULT_RECIPE, HIGH_PRECISION
+from hf_deltamatch.hf.layer_words import HIGH_PRECISION, check_word, linear_or_bf16
+from hf_deltamatch.hf.linear import DEFAULT_RECIPE
 from hf_deltamatch.hf.modules import check_backend, pattern_dict, pattern_list
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
@@ -219,7 +219,7 @@ def _resolve_layer(pattern: str, value: Any) -> dict[str, Any]:
         if value in AttentionRecipe.NAMES:
             out["attention"] = AttentionRecipe.from_name(value)
         if value in LinearRecipe.NAMES or value == HIGH_PRECISION:
-            out["linear"] = _linear_or_bf16(value)
+            out["linear"] = linear_or_bf16("DeltaMatchConfig", pattern, value)
         if out:
             return out
     if isinstance(value, dict) and value and set(value) <= {"attention", "linear"}:
@@ -227,14 +227,10 @@ def _resolve_layer(pattern: str, value: Any) -> dict[str, Any]:
         if "attention" in value:
             out["attention"] = AttentionRecipe.resolve(value["attention"])
         if "linear" in value:
-            out["linear"] = _linear_or_bf16(value["linear"])
+            out["linear"] = linear_or_bf16("DeltaMatchConfig", pattern, value["linear"])
         return out
     raise ValueError(
         f"DeltaMatchConfig: layers[{pattern!r}] is {value!r}; it must be the name of an attention "
         f"recipe ({', '.join(sorted(AttentionRecipe.NAMES))}), of a linear recipe "
-        f"({', '.join(sorted(LinearRecipe.NAMES))}), or a dict with keys attention and linear."
+        f"({', '.join(sorted(LinearRecipe.NAMES))}), {HIGH_PRECISION!r}, or a dict with keys attention and linear."
     )
-
-
-def _linear_or_bf16(value: Any) -> str | LinearRecipe:
-    return HIGH_PRECISION if value == HIGH_PRECISION else LinearRecipe.resolve(value)

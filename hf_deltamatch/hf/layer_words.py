@@ -1,4 +1,4 @@
-"""``layers="first_last_bf16"``: the first and the last layer in high precision, in one word."""
+"""Values of ``layers``: a recipe or ``"bf16"`` for a pattern, or one word for the first and the last layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from hf_deltamatch.hf.modules import Patterns, attention_modules, pattern_dict
+from hf_deltamatch.recipes import LinearRecipe
 
 FIRST_LAST = "first_last_bf16"
+HIGH_PRECISION = "bf16"
 
 
 def named_layers(
@@ -31,7 +33,7 @@ def named_layers(
             f"{what} is {layers!r}, but neither the first nor the last layer of "
             f"{type(model).__name__} holds a module that it could leave in high precision."
         )
-    return dict.fromkeys(found, "bf16")
+    return dict.fromkeys(found, HIGH_PRECISION)
 
 
 def check_word(what: str, word: str) -> None:
@@ -65,3 +67,19 @@ def first_and_last(what: str, model: nn.Module) -> list[str]:
         )
     layers = max(lists, key=lambda found: found[:2])[2]
     return list(dict.fromkeys(own[id(layers[i])] for i in (0, -1)))
+
+
+def linear_or_bf16(what: str, pattern: str, value: Any) -> str | LinearRecipe:
+    """The value of ``layers[pattern]``: a recipe, or ``"bf16"``.
+
+    Raises:
+        ValueError: no name of a recipe.
+        TypeError: nothing that could be one.
+    """
+    if isinstance(value, str) and value not in (HIGH_PRECISION, *LinearRecipe.NAMES):
+        known = ", ".join(sorted(LinearRecipe.NAMES))
+        raise ValueError(
+            f"{what}: layers[{pattern!r}] is {value!r}; it must be a linear recipe or the name of one "
+            f"({known}), or {HIGH_PRECISION!r} to leave the module in high precision."
+        )
+    return HIGH_PRECISION if value == HIGH_PRECISION else LinearRecipe.resolve(value)

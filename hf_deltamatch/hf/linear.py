@@ -25,7 +25,7 @@ from hf_deltamatch.hf.experts import (
     unswap_experts,
 )
 from hf_deltamatch.hf.gated import check_fuse, choose_gated, unfuse_module
-from hf_deltamatch.hf.layer_words import named_layers
+from hf_deltamatch.hf.layer_words import HIGH_PRECISION, linear_or_bf16, named_layers
 from hf_deltamatch.hf.linear_cost import AutoFilter, auto_filter
 from hf_deltamatch.hf.linear_modules import FP8Conv1D, FP8Linear, FP8Module
 from hf_deltamatch.hf.linear_rules import (
@@ -46,7 +46,6 @@ from hf_deltamatch.ops.attention_args import HIGH_PRECISION as QUANTISED_DTYPES
 from hf_deltamatch.recipes import LinearRecipe
 
 DEFAULT_RECIPE = "blockwise"
-HIGH_PRECISION = "bf16"
 
 
 _SWAP = {nn.Linear: FP8Linear, Conv1D: FP8Conv1D}
@@ -179,9 +178,8 @@ def plan_linears(
     ``as_loaded`` leaves out what happened to modules since (hooks), and checks no patterns.
     """
     linears = linear_modules(model)
-    per_layer = {
-        p: None if r == HIGH_PRECISION else LinearRecipe.resolve(r) for p, r in layers.items()
-    }
+    recipes = {p: linear_or_bf16("swap_linears", p, r) for p, r in layers.items()}
+    per_layer = {p: None if r == HIGH_PRECISION else r for p, r in recipes.items()}
     if not as_loaded:
         check_patterns("swap_linears: `include`", include, linears)
         check_patterns("swap_linears: `modules_to_not_convert`", leave, linears)
