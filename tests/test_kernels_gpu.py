@@ -206,6 +206,22 @@ def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str,
         assert difference(a[~bad], b[~must]) < 1.5e-2
 
 
+@pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_poison_without_a_gradient_of_the_output(block: str, D: int) -> None:
+    """Queries that only lse's gradient reaches: dO of their tile is zero, and NaN in dV as the reference has it."""
+    call = make_call(Shape(1, 2, 1, 300, 300, D, D), fields=dict(block=block), dlse=True)
+    call.do[:, :, 128:256] = 0
+    call.q[:, :, 170, 3] = float("nan")
+    _, bwd = through_kernels(call)
+    _, ref_bwd = through_reference(call)
+    for name in ("dq", "dk", "dv"):
+        a, b = getattr(bwd, name), getattr(ref_bwd, name)
+        bad, must = (~x.isfinite().all(-1) for x in (a, b))
+        assert torch.equal(bad, must) and must.any() and not must.all(), name
+        assert difference(a[~bad], b[~must]) < 1.5e-2, name
+
+
 @pytest.mark.parametrize("block", ["128xD", "1xD"])
 def test_poison_behind_a_soft_cap_stays_hidden(block: str) -> None:
     """A NaN query or key: pairs that hide it add 0, not 0 times the cap's NaN slope."""

@@ -144,15 +144,17 @@ def _dkdv_tile_fp8(
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
     if DV:
-        # Rows of dO that are zero add nothing to dV and must not raise a descale of P: their lse2
-        # is +inf, so P is already 0, unless a gradient of lse needs it.
+        # Rows of dO that are zero add nothing to dV (unless P is NaN) and must not raise a descale of P: their
+        # lse2 is +inf, so P is already 0, unless a gradient of lse needs it.
+        largest = p
         if not TILE or DLSE:
             fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
             if TILE:
-                p = tl.where((fold == 0.0)[None, :], 0.0, p)
+                largest = tl.where((fold == 0.0)[None, :], 0.0, p)
             else:
                 p = p * nan_to_zero(fold)[None, :]
-        e = pow2_exponent(tl.max(p, 1))
+                largest = p
+        e = pow2_exponent(tl.max(largest, 1))
         cast = cast_e4m3(p * inverse_exp2_int(e)[:, None], SOFT_CAST)
         back = exp2_int(e)
         if TILE:

@@ -133,14 +133,15 @@ def _step(
         p = gl.where(seen, p, 0.0)
         if SOFTCAP:  # 0 · NaN where a query or key is NaN that this pair hides
             t = gl.where(seen, t, 0.0)
-    for_dv = p
+    largest = p
     if DLSE:
-        # A zero row of dO whose lse has a gradient: P is alive, and adds nothing to dV.
+        # A zero row of dO whose lse has a gradient: P is alive, adds nothing to dV, unless it is NaN, and
+        # must not raise the descale.
         at_rows = bh.to(gl.int64) * T_queries + q_base + rows
         fold = gl.load(do_fold_ptr + at_rows, mask=rows < Tq, other=0.0)
-        for_dv = gl.where((fold == 0.0)[None, :], 0.0, p)
-    e = pow2_exponent(gl.max(for_dv, 1))
-    p8 = to_operand(for_dv * inverse_exp2_int(e)[:, None], operand)
+        largest = gl.where((fold == 0.0)[None, :], 0.0, p)
+    e = pow2_exponent(gl.max(largest, 1))
+    p8 = to_operand(p * inverse_exp2_int(e)[:, None], operand)
     back_v = gl.convert_layout(exp2_int(e), by_key, assert_trivial=True) * nan_to_zero(do_tile)
     shifted = shifted_s.index(stage).load(scores)
     dp = warpgroup_mma_wait(0, deps=[dp])
