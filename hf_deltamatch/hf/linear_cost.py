@@ -77,15 +77,15 @@ RATES = {
     # One H200, torch 2.11 (CUDA 13.0), Triton 3.6: `Rates.from_results` of
     # examples/benchmarks/linear_h200.json. mx is emulated there by BF16 products.
     (9, 0): Rates(
-        bf16=676e12,
+        bf16=684.6e12,
         fp8={
-            "blockwise": (1139e12, 1131e12),
-            "rowwise": (1346e12, 1206e12),
-            "mx": (481e12, 408e12),
+            "blockwise": (1240e12, 1118.7e12),
+            "rowwise": (1345.3e12, 1222.6e12),
+            "mx": (478.8e12, 405.4e12),
         },
-        quantise=3.61e12,
-        host_bf16=217e-6,
-        host_fp8=1167e-6,
+        quantise=3.904e12,
+        host_bf16=186.8e-6,
+        host_fp8=1123.5e-6,
     ),
 }
 NEAREST = (9, 0)
