@@ -72,11 +72,18 @@ def test_extended_classes_are_not_left_silently() -> None:
 
 def test_recipes_of_layers_are_named() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    known = r"layers\['1'\] is 'fp16'; .*blockwise, mx, rowwise\), or 'bf16'"
-    with pytest.raises(ValueError, match=f"swap_linears: {known}"):
+    known = (
+        r"layers\['1'\]: Unknown linear recipe 'fp16'\. Known names: blockwise, mx, rowwise\. "
+        "'bf16' leaves the module in high precision"
+    )
+    with pytest.raises(ValueError, match=f"^swap_linears: {known}"):
         swap_linears(model, layers={"1": "fp16"})
-    with pytest.raises(ValueError, match=f"DeltaMatchConfig: {known}"):
+    with pytest.raises(ValueError, match=f"^DeltaMatchConfig: {known}"):
         DeltaMatchConfig(layers={"1": {"linear": "fp16"}})
+    with pytest.raises(ValueError, match="A variant is made with .*'bf16' leaves"):
+        swap_linears(model, layers={"1": "blockwise(descale='pow2')"})
+    with pytest.raises(ValueError, match="a recipe of attention.*'bf16' leaves"):
+        swap_linears(model, layers={"1": "stale_delta"})
     with pytest.raises(ValueError, match="rowwise\\), 'bf16', or a dict"):
         DeltaMatchConfig(layers={"1": "fp16"})
     assert {type(m) for m in model} == {nn.Linear}

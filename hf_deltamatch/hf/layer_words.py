@@ -76,10 +76,11 @@ def linear_or_bf16(what: str, pattern: str, value: Any) -> str | LinearRecipe:
         ValueError: no name of a recipe.
         TypeError: nothing that could be one.
     """
-    if isinstance(value, str) and value not in (HIGH_PRECISION, *LinearRecipe.NAMES):
-        known = ", ".join(sorted(LinearRecipe.NAMES))
+    if value == HIGH_PRECISION:
+        return HIGH_PRECISION
+    try:
+        return LinearRecipe.resolve(value)
+    except ValueError as error:
         raise ValueError(
-            f"{what}: layers[{pattern!r}] is {value!r}; it must be a linear recipe or the name of one "
-            f"({known}), or {HIGH_PRECISION!r} to leave the module in high precision."
-        )
-    return HIGH_PRECISION if value == HIGH_PRECISION else LinearRecipe.resolve(value)
+            f"{what}: layers[{pattern!r}]: {error} {HIGH_PRECISION!r} leaves the module in high precision."
+        ) from None
