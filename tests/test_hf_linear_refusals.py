@@ -86,4 +86,13 @@ def test_recipes_of_layers_are_named() -> None:
         swap_linears(model, layers={"1": "stale_delta"})
     with pytest.raises(ValueError, match="rowwise\\), 'bf16', or a dict"):
         DeltaMatchConfig(layers={"1": "fp16"})
+    for wrong in (None, 3, ["bf16"]):
+        got = rf"layers\['1'\]: .* or its dict; got {type(wrong).__name__}\. 'bf16' leaves"
+        with pytest.raises(TypeError, match=f"^swap_linears: {got}"):
+            swap_linears(model, layers={"1": wrong})
+        with pytest.raises(TypeError, match=f"^DeltaMatchConfig: {got}"):
+            DeltaMatchConfig(layers={"1": {"linear": wrong}})
+    attention = r"^DeltaMatchConfig: layers\['1'\]: Unknown attention recipe 'fp16'\."
+    with pytest.raises(ValueError, match=attention):
+        DeltaMatchConfig(layers={"1": {"attention": "fp16"}})
     assert {type(m) for m in model} == {nn.Linear}

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_deltamatch.hf.layer_words import HIGH_PRECISION, check_word, linear_or_bf16
+from hf_deltamatch.hf.layer_words import HIGH_PRECISION, check_word, linear_or_bf16, resolve_layer
 from hf_deltamatch.hf.linear import DEFAULT_RECIPE
 from hf_deltamatch.hf.modules import check_backend, pattern_dict, pattern_list
 from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
@@ -225,7 +225,9 @@ def _resolve_layer(pattern: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and value and set(value) <= {"attention", "linear"}:
         out = {}
         if "attention" in value:
-            out["attention"] = AttentionRecipe.resolve(value["attention"])
+            out["attention"] = resolve_layer(
+                AttentionRecipe, "DeltaMatchConfig", pattern, value["attention"]
+            )
         if "linear" in value:
             out["linear"] = linear_or_bf16("DeltaMatchConfig", pattern, value["linear"])
         return out

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from hf_deltamatch.hf.modules import Patterns, attention_modules, pattern_dict
-from hf_deltamatch.recipes import LinearRecipe
+from hf_deltamatch.recipes import AttentionRecipe, LinearRecipe
 
 FIRST_LAST = "first_last_bf16"
 HIGH_PRECISION = "bf16"
+R = TypeVar("R", AttentionRecipe, LinearRecipe)
 
 
 def named_layers(
@@ -76,11 +77,15 @@ def linear_or_bf16(what: str, pattern: str, value: Any) -> str | LinearRecipe:
         ValueError: no name of a recipe.
         TypeError: nothing that could be one.
     """
-    if value == HIGH_PRECISION:
+    if isinstance(value, str) and value == HIGH_PRECISION:
         return HIGH_PRECISION
+    more = f"{HIGH_PRECISION!r} leaves the module in high precision."
+    return resolve_layer(LinearRecipe, what, pattern, value, more)
+
+
+def resolve_layer(kind: type[R], what: str, pattern: str, value: Any, more: str = "") -> R:
+    """The recipe of ``layers[pattern]``; an error says where it stands, and ``more``."""
     try:
-        return LinearRecipe.resolve(value)
-    except ValueError as error:
-        raise ValueError(
-            f"{what}: layers[{pattern!r}]: {error} {HIGH_PRECISION!r} leaves the module in high precision."
-        ) from None
+        return kind.resolve(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: layers[{pattern!r}]: {error} {more}".rstrip()) from None
