@@ -206,13 +206,18 @@ def test_poison_reaches_what_depends_on_it(which: str, value: float, block: str,
         assert difference(a[~bad], b[~must]) < 1.5e-2
 
 
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("which", ["q", "k"])
 @pytest.mark.parametrize("block", ["128xD", "1xD", "mx"])
 @pytest.mark.parametrize("D", [64, 128])
-def test_poison_without_a_gradient_of_the_output(block: str, D: int) -> None:
-    """Queries that only lse's gradient reaches: dO of their tile is zero, and NaN in dV as the reference has it."""
-    call = make_call(Shape(1, 2, 1, 300, 300, D, D), fields=dict(block=block), dlse=True)
+def test_poison_without_a_gradient_of_the_output(
+    block: str, D: int, which: str, dlse: bool
+) -> None:
+    """Queries whose dO is zero, in their whole tile, and that are NaN or see it: NaN in dV as the reference has it."""
+    shape = Shape(1, 2, 1, 300, 300, D, D)
+    call = make_call(shape, fields=dict(block=block), dlse=dlse, window=60)
     call.do[:, :, 128:256] = 0
-    call.q[:, :, 170, 3] = float("nan")
+    getattr(call, which)[:, :, 170, 3] = float("nan")
     _, bwd = through_kernels(call)
     _, ref_bwd = through_reference(call)
     for name in ("dq", "dk", "dv"):

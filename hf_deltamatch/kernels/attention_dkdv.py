@@ -146,14 +146,13 @@ def _dkdv_tile_fp8(
     if DV:
         # Rows of dO that are zero add nothing to dV (unless P is NaN) and must not raise a descale of P: their
         # lse2 is +inf, so P is already 0, unless a gradient of lse needs it.
-        largest = p
         if not TILE or DLSE:
             fold = tl.load(do_fold_ptr + row + offs_m, mask=inside, other=0.0)
-            if TILE:
-                largest = tl.where((fold == 0.0)[None, :], 0.0, p)
-            else:
-                p = p * nan_to_zero(fold)[None, :]
-                largest = p
+        if not TILE:
+            p = p * nan_to_zero(fold)[None, :]
+        largest = p
+        if TILE and DLSE:
+            largest = tl.where((fold == 0.0)[None, :], 0.0, p)
         e = pow2_exponent(tl.max(largest, 1))
         cast = cast_e4m3(p * inverse_exp2_int(e)[:, None], SOFT_CAST)
         back = exp2_int(e)

@@ -13,10 +13,10 @@ from hf_deltamatch.kernels.logits import LOG2E
 @triton.jit
 def row_lse2(lse, fold, DLSE: tl.constexpr):
     """lse in base 2, as the backward kernels read it: +inf (P = 0) where a row sees nothing and,
-    without a gradient of lse, where dO is zero (``fold`` 0); NaN where dO is poisoned."""
+    without a gradient of lse, where dO is zero (``fold`` 0); NaN where dO or what the row sees is poisoned."""
     lse2 = lse * LOG2E
     if not DLSE:
-        lse2 = tl.where(fold == 0.0, float("inf"), lse2)
+        lse2 = tl.where((fold == 0.0) & (lse == lse), float("inf"), lse2)
     lse2 = tl.where(fold == fold, lse2, float("nan"))
     return tl.where(lse == float("-inf"), float("inf"), lse2)
 

@@ -82,8 +82,9 @@ FOUR_POSITIVE_TO_E4M3_AND_REST = _four_to_e4m3_and_rest(False)
 
 @triton.jit
 def cast_e4m3(x, SOFT_CAST: tl.constexpr):
-    """FP32 with ``|x| <= 448`` to E4M3; NaN stays NaN."""
+    """FP32 to E4M3, saturating; NaN stays NaN."""
     if SOFT_CAST:
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
         return _soft_cast(x, 3, -6, 0x7F).to(tl.float8e4nv, bitcast=True)
     else:
         return x.to(tl.float8e4nv)
@@ -92,10 +93,8 @@ def cast_e4m3(x, SOFT_CAST: tl.constexpr):
 @triton.jit
 def cast_fp8(x, E5M2: tl.constexpr, SOFT_CAST: tl.constexpr):
     """FP32 to E4M3 or E5M2, saturating; NaN stays NaN."""
-    if E5M2 or SOFT_CAST:  # the hardware cast to E4M3 saturates by itself
-        LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
-        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-    if E5M2:
+    if E5M2:  # the cast to E4M3 saturates by itself
+        x = tl.where(x > 57344.0, 57344.0, tl.where(x < -57344.0, -57344.0, x))
         return cast_e5m2(x, SOFT_CAST)
     else:
         return cast_e4m3(x, SOFT_CAST)
