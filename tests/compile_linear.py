@@ -31,6 +31,7 @@ def main(capability: int) -> None:
     from hf_deltamatch.kernels import gated, launch, linear_gated
     from hf_deltamatch.kernels.linear import quantize
 
+    linear_gated.capability_of = lambda device: divmod(capability, 10)
     launch._watched = lambda: True  # every launch goes through Triton, which is cut off
     recipes = (
         LinearRecipe(), LinearRecipe("rowwise"), LinearRecipe("mx", "pow2"),

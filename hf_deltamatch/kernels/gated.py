@@ -14,7 +14,6 @@ from hf_deltamatch.kernels.launch import SOFT_CAST
 from hf_deltamatch.kernels.logits import LOG2E
 
 _BLOCK = tl.constexpr(2048)
-DGATE, DUP, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SIGMOID = tl.constexpr(
     "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}"
 )
@@ -30,16 +29,20 @@ def sigmoid(x, SOFT_CAST: tl.constexpr):
         return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x * -LOG2E], tl.float32, True, 1)
 
 
+# Of ``d`` (the gradient of the product), gate, up and sigmoid(gate).
 @triton.jit
-def gated_value(d, g, u, WHICH: tl.constexpr, SOFT_CAST: tl.constexpr):
-    """``silu(g) · u``, or its gradient along g or u times ``d``."""
-    s = sigmoid(g, SOFT_CAST)
-    if WHICH == DGATE:
-        return d * u * s * (1.0 + g * (1.0 - s))
-    elif WHICH == DUP:
-        return d * g * s
-    else:
-        return g * s * u
+def dgate_of(d, g, u, s):
+    return d * u * s * (1.0 + g * (1.0 - s))
+
+
+@triton.jit
+def dup_of(d, g, s):
+    return d * g * s
+
+
+@triton.jit
+def product_of(g, u, s):
+    return g * s * u
 
 
 @triton.jit
@@ -48,7 +51,7 @@ def _gated_kernel(gate_ptr, up_ptr, h_ptr, n, SOFT_CAST: tl.constexpr, BLOCK: tl
     inside = at < n
     g = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    h = gated_value(g, g, u, PRODUCT, SOFT_CAST)
+    h = product_of(g, u, sigmoid(g, SOFT_CAST))
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -62,12 +65,13 @@ def _gated_bwd_kernel(
     d = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dg = gated_value(d, g, u, DGATE, SOFT_CAST)
-    du = gated_value(d, g, u, DUP, SOFT_CAST)
+    s = sigmoid(g, SOFT_CAST)
+    dg = dgate_of(d, g, u, s)
+    du = dup_of(d, g, s)
     tl.store(dgate_ptr + at, dg.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + at, du.to(dup_ptr.dtype.element_ty), mask=inside)
     if WITH_H:
-        h = gated_value(d, g, u, PRODUCT, SOFT_CAST)
+        h = product_of(g, u, s)
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 

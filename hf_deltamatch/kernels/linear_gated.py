@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_deltamatch.formats import FORMATS
+from hf_deltamatch.kernels import SMALL_SHARED_MEMORY, capability_of, multiprocessors
 from hf_deltamatch.kernels.casts import round_bf16
-from hf_deltamatch.kernels.gated import DGATE, DUP, PRODUCT, gated_value
+from hf_deltamatch.kernels.gated import dgate_of, dup_of, product_of, sigmoid
 from hf_deltamatch.kernels.launch import SOFT_CAST
 from hf_deltamatch.kernels.linear import blocks_of
 from hf_deltamatch.kernels.linear_operands import ROW, TILE, Operand, Side
@@ -23,8 +24,10 @@ from hf_deltamatch.kernels.linear_pairs import high, low
 from hf_deltamatch.kernels.linear_quantize_pairs import load_tile, quantize_tile
 from hf_deltamatch.recipes import LinearRecipe
 
-PROGRAM = {"num_warps": 8, "maxnreg": 128}
-"""Launch options: two programs a multiprocessor."""
+PROGRAM = {"K": 2, "num_warps": 16, "maxnreg": 128}
+"""Launch options of the backward: one program a multiprocessor, that fills its registers."""
+STAGES = 3
+"""Tiles on their way or worked on: 213 KB of shared memory. 1, where that is more than there is."""
 FORWARD_PROGRAM = {"num_warps": 8}
 """32768 x 8192: 0.33 ms, with 4 warps 0.35."""
 
@@ -49,65 +52,61 @@ def _pack(a, b, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 
 @triton.jit
-def _words(d, g, u, WHICH: tl.constexpr, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
-    a = gated_value(low(d, HALF), low(g, HALF), low(u, HALF), WHICH, SOFT_CAST)
-    b = gated_value(high(d, HALF), high(g, HALF), high(u, HALF), WHICH, SOFT_CAST)
+def _product_words(g, u, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
+    gl, gh = low(g, HALF), high(g, HALF)
+    a = product_of(gl, low(u, HALF), sigmoid(gl, SOFT_CAST))
+    b = product_of(gh, high(u, HALF), sigmoid(gh, SOFT_CAST))
     return _pack(a, b, HALF, SOFT_CAST)
 
 
 @triton.jit
-def _quantize(
-    WHICH: tl.constexpr, dh_ptr, gate_ptr, up_ptr, rows_ptr, rows_descale_ptr, columns_ptr,
-    columns_descale_ptr, R, C, row_tiles, column_tiles, stride_dh, stride_gate, stride_up,
-    BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr, EVEN: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
-    """This program's tile of one output, ``[R, C]``, by rows, by columns or both. It reads its inputs anew, from
-    the cache: kept for all outputs, they leave room for half as many warps."""
-    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
-    row_tile = tl.program_id(0) // column_tiles
-    column_tile = tl.program_id(0) % column_tiles
-    g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
-    u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
-    if WHICH == PRODUCT:
-        d0, d1, d2, d3 = g0, g1, g2, g3
-    else:
-        d0, d1, d2, d3 = load_tile(dh_ptr, row_tile, column_tile, R, C, stride_dh, K, EVEN)
-    x0 = _words(d0, g0, u0, WHICH, HALF, SOFT_CAST)
-    x1 = _words(d1, g1, u1, WHICH, HALF, SOFT_CAST)
-    x2 = _words(d2, g2, u2, WHICH, HALF, SOFT_CAST)
-    x3 = _words(d3, g3, u3, WHICH, HALF, SOFT_CAST)
-    quantize_tile(
-        x0, x1, x2, x3, rows_ptr, rows_descale_ptr, None, columns_ptr, columns_descale_ptr, None, R,
-        C, row_tile, column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST,
-        EVEN, K,
-    )  # fmt: skip
+def _all_words(d, g, u, HALF: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """dgate, dup and the product; their sigmoid is worked out once."""
+    dl, gl, ul = low(d, HALF), low(g, HALF), low(u, HALF)
+    dh, gh, uh = high(d, HALF), high(g, HALF), high(u, HALF)
+    sl, sh = sigmoid(gl, SOFT_CAST), sigmoid(gh, SOFT_CAST)
+    dgate = _pack(dgate_of(dl, gl, ul, sl), dgate_of(dh, gh, uh, sh), HALF, SOFT_CAST)
+    dup = _pack(dup_of(dl, gl, sl), dup_of(dh, gh, sh), HALF, SOFT_CAST)
+    return dgate, dup, _pack(product_of(gl, ul, sl), product_of(gh, uh, sh), HALF, SOFT_CAST)
 
 
-@triton.jit(do_not_specialize=["R", "row_tiles"])
+@triton.jit(do_not_specialize=["R", "row_tiles", "tiles"])
 def _gated_bwd_quantize_kernel(
     dh_ptr, gate_ptr, up_ptr, dgate_ptr, dgate_descale_ptr, dgate_t_ptr, dgate_t_descale_ptr, dup_ptr,
     dup_descale_ptr, dup_t_ptr, dup_t_descale_ptr, h_t_ptr, h_t_descale_ptr, R, C, row_tiles,
-    column_tiles, stride_dh, stride_gate, stride_up,
+    column_tiles, tiles, stride_dh, stride_gate, stride_up,
     BLOCK: tl.constexpr, SAVED_BLOCK: tl.constexpr, POW2: tl.constexpr, SOFT_CAST: tl.constexpr,
-    EVEN: tl.constexpr, K: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``[R, C]``: gradients of gate and up by rows and by columns, the product by columns."""
-    if h_t_ptr is not None:
-        _quantize(
-            PRODUCT, dh_ptr, gate_ptr, up_ptr, None, None, h_t_ptr, h_t_descale_ptr, R, C,
-            row_tiles, column_tiles, stride_dh, stride_gate, stride_up, SAVED_BLOCK, POW2,
+    """Tiles of ``[R, C]``, every so many: gradients of gate and up by rows and by columns, the product by columns.
+    A tile's inputs arrive while the one before is worked on."""
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row_tile = tile // column_tiles
+        column_tile = tile % column_tiles
+        g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
+        u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
+        d0, d1, d2, d3 = load_tile(dh_ptr, row_tile, column_tile, R, C, stride_dh, K, EVEN)
+        dg0, du0, h0 = _all_words(d0, g0, u0, HALF, SOFT_CAST)
+        dg1, du1, h1 = _all_words(d1, g1, u1, HALF, SOFT_CAST)
+        dg2, du2, h2 = _all_words(d2, g2, u2, HALF, SOFT_CAST)
+        dg3, du3, h3 = _all_words(d3, g3, u3, HALF, SOFT_CAST)
+        if h_t_ptr is not None:
+            quantize_tile(
+                h0, h1, h2, h3, None, None, None, h_t_ptr, h_t_descale_ptr, None, R, C, row_tile,
+                column_tile, row_tiles, column_tiles, SAVED_BLOCK, SAVED_BLOCK, POW2, HALF,
+                SOFT_CAST, EVEN, K,
+            )  # fmt: skip
+        quantize_tile(
+            dg0, dg1, dg2, dg3, dgate_ptr, dgate_descale_ptr, None, dgate_t_ptr,
+            dgate_t_descale_ptr, None, R, C, row_tile, column_tile, row_tiles, column_tiles, BLOCK,
+            BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
+        )  # fmt: skip
+        quantize_tile(
+            du0, du1, du2, du3, dup_ptr, dup_descale_ptr, None, dup_t_ptr, dup_t_descale_ptr, None,
+            R, C, row_tile, column_tile, row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF,
             SOFT_CAST, EVEN, K,
         )  # fmt: skip
-    _quantize(
-        DGATE, dh_ptr, gate_ptr, up_ptr, dgate_ptr, dgate_descale_ptr, dgate_t_ptr,
-        dgate_t_descale_ptr, R, C, row_tiles, column_tiles, stride_dh, stride_gate, stride_up, BLOCK,
-        POW2, SOFT_CAST, EVEN, K,
-    )  # fmt: skip
-    _quantize(
-        DUP, dh_ptr, gate_ptr, up_ptr, dup_ptr, dup_descale_ptr, dup_t_ptr, dup_t_descale_ptr, R, C,
-        row_tiles, column_tiles, stride_dh, stride_gate, stride_up, BLOCK, POW2, SOFT_CAST, EVEN, K,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "row_tiles"])
@@ -117,9 +116,18 @@ def _gated_quantize_kernel(
     K: tl.constexpr,
 ):  # fmt: skip
     """One tile of the product ``[R, C]``, by rows."""
-    _quantize(
-        PRODUCT, None, gate_ptr, up_ptr, h_ptr, h_descale_ptr, None, None, R, C, row_tiles,
-        column_tiles, 0, stride_gate, stride_up, BLOCK, POW2, SOFT_CAST, EVEN, K,
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty == tl.float16
+    row_tile = tl.program_id(0) // column_tiles
+    column_tile = tl.program_id(0) % column_tiles
+    g0, g1, g2, g3 = load_tile(gate_ptr, row_tile, column_tile, R, C, stride_gate, K, EVEN)
+    u0, u1, u2, u3 = load_tile(up_ptr, row_tile, column_tile, R, C, stride_up, K, EVEN)
+    x0 = _product_words(g0, u0, HALF, SOFT_CAST)
+    x1 = _product_words(g1, u1, HALF, SOFT_CAST)
+    x2 = _product_words(g2, u2, HALF, SOFT_CAST)
+    x3 = _product_words(g3, u3, HALF, SOFT_CAST)
+    quantize_tile(
+        x0, x1, x2, x3, h_ptr, h_descale_ptr, None, None, None, None, R, C, row_tile, column_tile,
+        row_tiles, column_tiles, BLOCK, BLOCK, POW2, HALF, SOFT_CAST, EVEN, K,
     )  # fmt: skip
 
 
@@ -180,9 +188,11 @@ def gated_bwd_quantize(
     row_tiles, column_tiles = -(-R // TILE), -(-C // TILE)
     block, saved, _ = blocks_of(recipe)
     pointers = [t for o in found for t in ((None, None) if o is None else o[:2])]
-    _gated_bwd_quantize_kernel[(row_tiles * column_tiles,)](
-        dh, gate, up, *pointers, R, C, row_tiles, column_tiles, dh.stride(0), gate.stride(0),
+    tiles = row_tiles * column_tiles
+    stages = 1 if capability_of(device) in SMALL_SHARED_MEMORY else STAGES
+    _gated_bwd_quantize_kernel[(min(tiles, multiprocessors(device)),)](
+        dh, gate, up, *pointers, R, C, row_tiles, column_tiles, tiles, dh.stride(0), gate.stride(0),
         up.stride(0), BLOCK=block, SAVED_BLOCK=saved, POW2=recipe.descale == "pow2",
-        SOFT_CAST=SOFT_CAST, EVEN=R % TILE == 0 and C % TILE == 0, K=1, **PROGRAM,
+        SOFT_CAST=SOFT_CAST, EVEN=R % TILE == 0 and C % TILE == 0, STAGES=stages, **PROGRAM,
     )  # fmt: skip
     return tuple(found)
