@@ -50,6 +50,12 @@ def main(capability: int) -> None:
                 side = {"rows": False, "columns": False, **side}
                 linear_gated.gated_bwd_quantize(x, x, x, recipe, product=side["columns"], **side)
                 linear_gated.gated_quantize(x, x, recipe)
+    # Tails, rows of a wider matrix, one side and the product alone.
+    x = torch.zeros(130, 512, dtype=torch.bfloat16)[:, :330]
+    for product in (False, True):
+        linear_gated.gated_bwd_quantize(
+            x, x, x, LinearRecipe("blockwise", "pow2"), rows=True, columns=False, product=product
+        )
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def test_written_files(tmp_path) -> None:
 def test_no_picture_no_link(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     failed = {key: {**r, "status": "failed", "error": "x"} for key, r in rows().items()}
+    (tmp_path / "report.png").write_bytes(b"of other rows")
     for found in ({}, failed):
         report.write_report(STUDY, found, tmp_path)
         assert "report.png" not in (tmp_path / "report.md").read_text()

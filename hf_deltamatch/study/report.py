@@ -241,6 +241,8 @@ def write_report(study: Study, rows: dict[str, dict], folder: Path, *, png: bool
                 partial.replace(folder / image)
         except ImportError:
             pass
+        if image is None:  # one of other rows would say what the report does not
+            (folder / "report.png").unlink(missing_ok=True)
     for name, text in (
         ("report.json", json.dumps(report, indent=2) + "\n"),
         ("report.md", to_markdown(report, image)),
