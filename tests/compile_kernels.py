@@ -19,6 +19,7 @@ import sys
 
 import ptx as ptx_text
 import sass
+import sass_flow
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -110,6 +111,7 @@ def main(capability: int, cases: list[dict]) -> None:
             facts |= {"products_in_loops": found, "lost_operands": lost}
             facts["early_conversions"] = sass.early_conversions(kernel.asm["cubin"])
             facts["foreign_conversions"] = sass.foreign_conversions(kernel.asm["cubin"])
+            facts["unwritten_uniforms"] = sass_flow.unwritten_uniforms(kernel.asm["cubin"])
         print(json.dumps(facts))
 
 

@@ -113,6 +113,7 @@ def compile_for(capability: tuple[int, int], cases: list[dict], tmp_path: Path) 
         assert kernel.get("lost_operands", 0) == 0, kernel
         assert kernel.get("early_conversions", 0) == 0, kernel
         assert kernel.get("foreign_conversions", 0) == 0, kernel
+        assert kernel.get("unwritten_uniforms", 0) == 0, kernel
     attention = [k for k in kernels if k["kernel"].startswith("_attention")]
     if capability == (9, 0):
         assert any(kernel["products_in_loops"] > 0 for kernel in attention)
